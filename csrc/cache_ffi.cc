@@ -1,4 +1,10 @@
-// Writing keys and values into their slots of the paged cache, in place, as an XLA custom call.
+// The paged cache: writing keys and values into their slots, in place, and the zeros that it begins with, as
+// XLA custom calls.
+
+#ifdef __linux__
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
 
 #include <algorithm>
 #include <cstring>
@@ -56,7 +62,27 @@ ffi::Error CacheWrite(ffi::ThreadPool threads, ffi::AnyBuffer pool, F32 x,
   return ffi::Error::Success();
 }
 
+// Zeros that take memory as they are written: pages that the system took back are zero again.
+ffi::Error Zeros(ffi::Result<ffi::AnyBuffer> out) {
+  auto* data = static_cast<char*>(out->untyped_data());
+  const size_t size = out->size_bytes();
+#ifdef __linux__
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  const size_t before = std::min(size, (page - reinterpret_cast<uintptr_t>(data) % page) % page);
+  const size_t whole = (size - before) / page * page;
+  if (whole > 0 && madvise(data + before, whole, MADV_DONTNEED) == 0) {
+    std::memset(data, 0, before);
+    std::memset(data + before + whole, 0, size - before - whole);
+    return ffi::Error::Success();
+  }
+#endif
+  std::memset(data, 0, size);
+  return ffi::Error::Success();
+}
+
 }  // namespace
+
+ROOFLAX_HANDLER(rooflax_zeros, Zeros, ffi::Ffi::Bind().Ret<ffi::AnyBuffer>());
 
 ROOFLAX_HANDLER(rooflax_cache_write, CacheWrite,
                 ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<F32>()

@@ -18,6 +18,8 @@
 
 extern "C" const char* rooflax_instruction_set();
 extern "C" int rooflax_force_instruction_set(const char* name);
+extern "C" bool rooflax_pack_blocks(const char* type, const uint64_t* rows, int64_t num_rows, int64_t groups,
+                                    uint8_t* values, uint8_t* scales, int threads);
 
 extern "C" void rooflax_pack_pairs(const uint16_t* w, int64_t inner, int64_t outer, uint16_t* to, int threads);
 
@@ -672,10 +674,27 @@ void TestMaskExchange() {
   }
 }
 
+// Rows of blocks by three threads, as by one.
+void TestPackBlocks() {
+  std::mt19937 engine(5);
+  for (const char* type : {"Q8_0", "Q4_0", "MXFP4", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
+                           "IQ4_NL", "IQ4_XS"}) {
+    constexpr int64_t kRows = 75, kGroups = 16, kMost = 34 * kGroups, kOut = 80 * kGroups * 32;
+    std::vector<uint8_t> blocks(kRows * kMost), one(kOut, 1), three(kOut, 1), scales(kOut, 1), others(kOut, 1);
+    for (auto& byte : blocks) byte = static_cast<uint8_t>(engine());
+    std::vector<uint64_t> rows;
+    for (int64_t i = 0; i < kRows; ++i) rows.push_back(reinterpret_cast<uint64_t>(&blocks[i * kMost]));
+    const bool known = rooflax_pack_blocks(type, rows.data(), kRows, kGroups, one.data(), scales.data(), 1) &&
+                       rooflax_pack_blocks(type, rows.data(), kRows, kGroups, three.data(), others.data(), 3);
+    Check(type, known && one == three && scales == others, 1, 0);
+  }
+}
+
 }  // namespace
 
 int main() {
   TestMaskExchange();
+  TestPackBlocks();
   for (const char* name : {"generic", "avx2", "avx512", "avx512-far", "amx"}) {
     if (!rooflax_force_instruction_set(name)) continue;
     for (int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 30}) {

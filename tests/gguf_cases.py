@@ -349,10 +349,10 @@ def _mlp(gate_up: str, down: str) -> dict[str, str]:
 MIXED_LAYERS = (
     _attention("Q4_K", "Q4_K", "Q5_0") | _mlp("Q5_K", "Q4_1"),
     _attention("Q4_K", "Q4_K", "Q5_1") | _mlp("Q5_K", "IQ4_NL"),
-    _attention("Q4_K", "Q6_K", "Q5_0") | _mlp("Q3_K", "Q8_0"),
+    _attention("Q4_K", "Q6_K", "Q5_0") | _mlp("Q3_K", "Q8_0") | {"ffn_up": "Q5_1"},
     _attention("IQ4_XS", "IQ4_XS", "Q5_0") | _mlp("Q2_K", "Q4_0"),
 )
-"""Types of a file's tensors by layer: every one, layers that differ, and one weight's tensors."""
+"""Types of a file's tensors by layer: every one, layers that differ, and fused weights that do."""
 MIXED_WIDTH = 128
 """Of its MLPs."""
 
@@ -361,17 +361,11 @@ def write_mixed(
     path: Path, layers: tuple[dict[str, str], ...] = MIXED_LAYERS, embed: str = "Q6_K"
 ) -> Path:
     """A file of `llama_k`'s model with these layers, of random blocks."""
-    from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+    from gguf import GGMLQuantizationType, GGUFReader
 
     source = GGUFReader(gguf("llama_k", "q4_k_m"))
-    writer = GGUFWriter(path, "llama")
     sizes = {"llama.block_count": len(layers), "llama.feed_forward_length": MIXED_WIDTH}
-    for field in source.fields.values():
-        if field.name.startswith("GGUF.") or field.name == "general.architecture":
-            continue
-        kind, inner = field.types[0], field.types[1] if len(field.types) > 1 else None
-        value = sizes.get(field.name, field.contents())
-        writer.add_key_value(field.name, value, GGUFValueType(kind), inner)
+    writer = _with_metadata(path, source, sizes)
     shapes = {t.name: [int(n) for n in t.shape[::-1]] for t in source.tensors}
     shapes |= {f"blk.0.ffn_{part}.weight": [MIXED_WIDTH, 256] for part in ("gate", "up")}
     shapes["blk.0.ffn_down.weight"] = [256, MIXED_WIDTH]
@@ -385,6 +379,39 @@ def write_mixed(
         rows, inner = shapes[re.sub(r"blk\.\d+", "blk.0", name)]
         blocks = weight_blocks(kind, rows, inner, seed).reshape(rows, -1)
         writer.add_tensor(name, blocks, raw_dtype=GGMLQuantizationType[kind])
+    return _written(writer, path)
+
+
+def requantized(path: Path, source: Path, kinds: dict[str, str]) -> Path:
+    """A file of numbers with these tensors as blocks, of types that gguf-py makes."""
+    from gguf import GGMLQuantizationType, GGUFReader, quants
+
+    reader = GGUFReader(source)
+    writer = _with_metadata(path, reader, {})
+    for tensor in reader.tensors:
+        data, kind = tensor.data, tensor.tensor_type
+        if tensor.name in kinds:
+            kind = GGMLQuantizationType[kinds[tensor.name]]
+            data = quants.quantize(quants.dequantize(data, tensor.tensor_type), kind)
+        writer.add_tensor(tensor.name, data, raw_dtype=kind)
+    return _written(writer, path)
+
+
+def _with_metadata(path: Path, source: Any, changes: dict[str, Any]) -> Any:
+    """A writer with a reader's metadata."""
+    from gguf import GGUFValueType, GGUFWriter
+
+    writer = GGUFWriter(path, source.fields["general.architecture"].contents())
+    for field in source.fields.values():
+        if field.name.startswith("GGUF.") or field.name == "general.architecture":
+            continue
+        kind, inner = field.types[0], field.types[1] if len(field.types) > 1 else None
+        value = changes.get(field.name, field.contents())
+        writer.add_key_value(field.name, value, GGUFValueType(kind), inner)
+    return writer
+
+
+def _written(writer: Any, path: Path) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

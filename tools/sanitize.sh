@@ -30,6 +30,7 @@ for sanitizer in address,undefined thread; do
   build kernels_generic
   build mask_exchange
   build pack_pairs
+  build pack_blocks
   if [ "$sanitizer" = thread ] || [ "$(uname -m)" != x86_64 ]; then
     build dispatch -DROOFLAX_GENERIC_ONLY
   else

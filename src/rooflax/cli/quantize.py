@@ -27,7 +27,8 @@ def add_flags(parser: Parser) -> None:
     )
     add(
         "--gguf", metavar="TYPE",
-        help="a GGUF file for llama.cpp in place of a folder: F32, BF16, Q8_0 or Q4_0",
+        help="a GGUF file for llama.cpp in place of a folder: F32, BF16, Q8_0, Q4_0, Q6_K, or "
+        "Q4_K_M, llama.cpp's mixture of Q4_K and Q6_K",
     )  # fmt: skip
     add("--force", action="store_true", help="overwrite a model in it, or the file")
     flags.add_precision(parser, kv=False)

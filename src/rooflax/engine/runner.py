@@ -140,6 +140,10 @@ class Runner:
 
     def _allocate_cache(self) -> Any:
         config, shards = self.model.config, self._shards
+
+        def split(array: np.ndarray) -> jax.Array:
+            return put(array, self.config.mesh, cache_spec(shards))
+
         return allocate(
             config.groups,
             self.num_blocks,
@@ -147,7 +151,7 @@ class Runner:
             dtype=self.config.kv_dtype,
             stacked=self.config.options.layers == "scan",
             stages=shards.stage,
-            put=lambda array: put(array, self.config.mesh, cache_spec(shards)),
+            put=None if self.config.mesh is None else split,
         )
 
     def _put(self, tree: Any) -> Any:

@@ -141,9 +141,11 @@ class KeptFp8:
 
     def packed(self, slot: Slot, put: Put = jax.device_put) -> Quantized:
         """A matmul's weight from the checkpoint's own codes."""
-        return pack(KEPT, *self.codes(slot), *matmul_shape(slot, self._config), put)
+        return pack(KEPT, *self.codes(slot)[0], *matmul_shape(slot, self._config), put)
 
-    def codes(self, slot: Slot, experts: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
+    def codes(
+        self, slot: Slot, experts: slice = slice(None)
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         """[out, in] and [out], in our order of outputs."""
         names = [self._names.find(name) or name for name in slot.hf_names]
         parts = [self._source.codes(name) for name in names]
@@ -151,4 +153,4 @@ class KeptFp8:
         ends = np.cumsum([len(part) for part, _ in parts])[:-1]
         numbers = np.split(np.arange(len(codes), dtype=np.int32)[:, None], ends)
         order = output_order(slot, self._config, numbers)
-        return codes[order], scales[order]
+        return [(codes[order], scales[order])]

@@ -29,6 +29,7 @@ from rooflax.loading.gguf_metadata import (
     rope_tensors,
     sampling_metadata,
 )
+from rooflax.loading.gguf_quantize import NARROWER, RECIPES, quantize_blocks, recipe_type
 from rooflax.loading.gguf_vocabulary import vocabulary_metadata
 from rooflax.loading.gguf_weights import Entry, stored_names, tensor_entries
 from rooflax.loading.model_info import ModelInfo
@@ -37,14 +38,17 @@ from rooflax.loading.pooling import GGUF_DENSE, gguf_pooling_metadata
 from rooflax.loading.safetensors import TensorInfo
 from rooflax.models.registry import family
 from rooflax.nn.decoder import Decoder
-from rooflax.nn.storage import TABLES, Storage, is_matmul
+from rooflax.nn.storage import TABLES, Storage, is_head, is_matmul
 from rooflax.nn.weights import Slot
 
-FILE_TYPES = {"F32": 0, "BF16": 32, "Q8_0": 7, "Q4_0": 2}
+FILE_TYPES = {"F32": 0, "BF16": 32, "Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15, "Q6_K": 18}
 """Types of matrices to llama.cpp's numbers of such files."""
 FLOAT32 = ("ffn_gate_inp.", "ffn_gate_inp_shexp.", "ssm_conv1d.", "shortconv.conv.")
 """Matrices that llama.cpp wants in float32."""
-LARGEST = {"Q8_0": 8_319_008, "Q4_0": 524_032}
+LARGEST = {
+    "Q8_0": 8_319_008, "Q4_0": 524_032, "Q5_0": 1_048_064, "Q5_1": 65_504, "Q4_K": 4_126_752,
+    "Q5_K": 4_126_752, "Q6_K": 259_921_872,
+}  # fmt: skip
 """Weights of which a block's scale is a finite float16."""
 STORAGE = Storage(keeps_bfloat16=True)
 
@@ -56,8 +60,8 @@ def save_gguf(
 
     Args:
         path: of the file; an existing one is replaced once the new one is complete.
-        kind: "F32", "BF16", "Q8_0" or "Q4_0", of matrices; one whose inputs do not divide into
-            blocks of 32 is float32 in place of a quantized type.
+        kind: one of `FILE_TYPES`, of matrices; where inputs do not divide into blocks of 256, a
+            type with blocks of 32 stands in, and float32 where these do not fit either.
         check: reject weights with NaN or infinity.
 
     Returns:
@@ -207,16 +211,23 @@ def _stored_shapes(
 
 def _tensor_info(slot: Slot, config: Decoder, name: str, shape: Shape, kind: str) -> TensorInfo:
     is_matrix = len(shape) > 1 and (is_matmul(slot, config) or slot.key in TABLES)
-    is_small = not is_matrix or any(part in name for part in FLOAT32)
-    return _stored_as(shape, "F32" if is_small else kind)
+    if not is_matrix or any(part in name for part in FLOAT32):
+        return _stored_as(shape, "F32")
+    experts = config.moe.num_experts if config.moe else 0
+    head = is_head(slot, config)
+    return _stored_as(
+        shape, recipe_type(kind, name, config.num_layers, is_head=head, experts=experts)
+    )
 
 
 def _stored_as(shape: Shape, kind: str) -> TensorInfo:
-    """A tensor of a type, or of float32 where its inputs do not divide into blocks."""
+    """A tensor of a type, or of another where its inputs do not divide into blocks."""
     from gguf import GGML_QUANT_SIZES
 
-    if max(shape[-1:]) % GGML_QUANT_SIZES[_ggml_type(kind)][0]:
-        kind = "F32"
+    kind = RECIPES.get(kind, kind)
+    for other in (NARROWER.get(kind, "F32"), "F32"):
+        if max(shape[-1:]) % GGML_QUANT_SIZES[_ggml_type(kind)][0]:
+            kind = other
     values, nbytes = GGML_QUANT_SIZES[_ggml_type(kind)]
     return TensorInfo(kind, shape, int(np.prod(shape)) // values * nbytes)
 
@@ -282,6 +293,8 @@ def _encoded(array: np.ndarray, kind: str) -> np.ndarray:
         return np.ascontiguousarray(array).view(np.uint16)
     array = np.ascontiguousarray(array, np.float32)
     with np.errstate(all="ignore"):  # NaN stays NaN
+        if kind in NARROWER:
+            return quantize_blocks(array, kind)
         return array if kind == "F32" else quants.quantize(array, _ggml_type(kind))
 
 

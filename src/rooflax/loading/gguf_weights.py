@@ -46,17 +46,17 @@ from rooflax.loading.gguf_changes import (
 )
 from rooflax.loading.gguf_config import LONGROPE_FACTORS, ROPE_FACTORS, WITHOUT_ROPE
 from rooflax.loading.pooling import GGUF_DENSE
-from rooflax.loading.prequantized import output_order
+from rooflax.loading.prequantized import beside, output_order
 from rooflax.loading.safetensors import TensorInfo
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.latent import LatentAttention
 from rooflax.nn.recurrent import GatedDelta
-from rooflax.nn.storage import is_matmul, matmul_shape
+from rooflax.nn.storage import Part, is_matmul, matmul_shape, parts_of
 from rooflax.nn.weights import HeadPart, Slot
 from rooflax.ops import accelerator
-from rooflax.ops.formats import GROUP
+from rooflax.ops.formats import BESIDE, GROUP
 from rooflax.ops.host_arrays import Put
-from rooflax.ops.weights import Quantized, class_of, pack, pack_blocks
+from rooflax.ops.weights import Fused, Quantized, class_of, pack, pack_blocks
 
 
 @dataclass(frozen=True)
@@ -167,9 +167,9 @@ class GGUFWeights:
     def formats(self) -> dict[str, str]:
         """The format of each matmul's weight, by slot, whose tensors are all blocks.
 
-        A type that is one of our formats stays what it is; others, and mixtures within a weight,
-        are rounded. On CPU layers may differ, but for experts; elsewhere they are alike, because
-        they may be stacked.
+        A type that is one of our formats stays what it is, others are rounded. On CPU layers may
+        differ, and so may the tensors of a fused weight; elsewhere they are alike, because they may
+        be stacked.
         """
         differ = accelerator.platform() == "cpu"
         kinds: dict[str, set[str]] = {}
@@ -178,21 +178,32 @@ class GGUFWeights:
             kinds.setdefault(slot.key, set()).update(self._kinds(slot))
         formats = {}
         for slot in matmuls:
-            alike = slot.line.num_stacked or not differ or any(map(is_plain, kinds[slot.key]))
-            own = kinds[slot.key] if alike else self._kinds(slot)
-            if format := format_for(own, moved=self._moves_parts(slot)):
+            alike = not differ or any(map(is_plain, kinds[slot.key]))
+            moved = self._moves_parts(slot)
+            if format := (
+                format_for(kinds[slot.key], moved=moved) if alike else self._own(slot, moved)
+            ):
                 formats[slot.name] = format
         return formats
 
-    def _kinds(self, slot: Slot) -> set[str]:
+    def _own(self, slot: Slot, moved: bool) -> str | None:
+        """The format of a weight, or of each of its tensors."""
+        kinds = self._kinds(slot)
+        each = [format_for({kind}, moved=moved) or "" for kind in kinds]
+        _, sizes = slot.line.layout.beside(matmul_shape(slot, self.config)[1]) or (0, ())
+        if len(set(each)) > 1 and all(each) and len(each) == len(sizes):
+            return BESIDE.join(each)
+        return format_for(set(kinds), moved=moved)
+
+    def _kinds(self, slot: Slot) -> list[str]:
         """The types of a weight's tensors; plain where blocks do not stay whole in our order."""
         for name in slot.hf_names:
             order = self._change(name).inputs()
             if name not in self.entries or not (order is None or moves_groups(order, GROUP)):
-                return {"F32"}
+                return ["F32"]
             if isinstance(slot.line.layout, HeadPart) and len(self._stored(name)) == 1:
-                return {"F32"}  # both kinds of rows are one tensor, and one of them is transposed
-        return {self.file.info(name).dtype for name in self._parts(slot)}
+                return ["F32"]  # both kinds of rows are one tensor, and one of them is transposed
+        return [self.file.info(name).dtype for name in self._parts(slot)]
 
     def _moves_parts(self, slot: Slot) -> bool:
         """Whether parts of blocks are moved to other inputs."""
@@ -200,31 +211,52 @@ class GGUFWeights:
         most = max(VALUES[self.file.info(name).dtype] for name in self._parts(slot))
         return not all(order is None or moves_groups(order, most) for order in orders)
 
-    def packed(self, slot: Slot, put: Put = jax.device_put) -> Quantized:
+    def packed(self, slot: Slot, put: Put = jax.device_put) -> Quantized | Fused:
         """A matmul's weight from the file's own codes, its outputs in our order."""
-        format, shapes = self.formats[slot.name], matmul_shape(slot, self.config)
-        kinds, rows = self._kinds(slot), self._rows(slot)
-        if rows is not None and len(kinds) == 1 and kinds <= class_of(format).blocks.keys():
-            found = pack_blocks(format, min(kinds), rows, shapes[0], shapes[1], put)
-            if found is not None:
-                return found
-        return pack(format, *self.codes(slot), *shapes, put)
+        in_shape, out_shape = matmul_shape(slot, self.config)
 
-    def _rows(self, slot: Slot) -> np.ndarray | None:
+        def packed(part: Part) -> Quantized:
+            shapes = in_shape, part.out_shape(out_shape)
+            kinds, rows = set(self._kinds(slot)[part.tensors]), self._rows(slot, part)
+            if (
+                rows is not None
+                and len(kinds) == 1
+                and kinds <= class_of(part.format).blocks.keys()
+            ):
+                found = pack_blocks(part.format, min(kinds), rows, *shapes, put)
+                if found is not None:
+                    return found
+            return pack(part.format, *self._codes(slot, part), *shapes, put)
+
+        parts = self._parts_of(slot)
+        return beside(self.formats[slot.name], parts, map(packed, parts))
+
+    def _parts_of(self, slot: Slot) -> list[Part]:
+        _, out_shape = matmul_shape(slot, self.config)
+        return parts_of(slot.line.layout, self.formats[slot.name], out_shape)
+
+    def _rows(self, slot: Slot, part: Part) -> np.ndarray | None:
         """Where each output's blocks lie in the mapped file, [*experts, out].
 
         None where the inputs are in another order here.
         """
         if self._change(slot.hf_names[0]).inputs() is not None:
             return None
-        blocks = [self.file.read(name) for name in self._parts(slot)]
+        blocks = [self.file.read(name) for name in self._parts(slot)[part.tensors]]
         rows = np.concatenate([_addresses(one) for one in blocks], axis=-1)
-        return rows if slot.line.num_stacked else rows[self._order(slot)]
+        return rows if slot.line.num_stacked else rows[self._order(slot, part)]
 
-    def codes(self, slot: Slot, experts: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
-        """Codes and scales [*experts, out, ...] in our order of outputs."""
-        format = self.formats[slot.name]
-        parts = [(self.file.info(name).dtype, self.file.read(name)) for name in self._parts(slot)]
+    def codes(
+        self, slot: Slot, experts: slice = slice(None)
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Codes and scales [*experts, out, ...] of each part, in our order of outputs."""
+        return [self._codes(slot, part, experts) for part in self._parts_of(slot)]
+
+    def _codes(
+        self, slot: Slot, part: Part, experts: slice = slice(None)
+    ) -> tuple[np.ndarray, np.ndarray]:
+        format, names = part.format, self._parts(slot)[part.tensors]
+        parts = [(self.file.info(name).dtype, self.file.read(name)) for name in names]
         if slot.line.num_stacked:  # experts: gate's outputs, then up's, as they lie here
             found = [codes_and_scales(kind, blocks[experts], format) for kind, blocks in parts]
             codes, scales = zip(*found, strict=True)
@@ -233,7 +265,7 @@ class GGUFWeights:
         if (inputs := self._change(slot.hf_names[0]).inputs()) is not None:
             codes = tuple(code[:, inputs] for code in codes)
             scales = tuple(scale[:, inputs[::GROUP] // GROUP] for scale in scales)
-        order = self._order(slot)
+        order = self._order(slot, part)
         if len(parts) == 1 and np.array_equal(order, np.arange(len(order))):
             return codes[0], scales[0]
         return np.concatenate(codes)[order], np.concatenate(scales)[order]
@@ -243,8 +275,8 @@ class GGUFWeights:
         names = (stored for entry in entries for stored in stored_names(slot, entry))
         return list(dict.fromkeys(names))  # those of experts are one stack
 
-    def _order(self, slot: Slot) -> np.ndarray:
-        """Which stored row each of our outputs is."""
+    def _order(self, slot: Slot, part: Part) -> np.ndarray:
+        """Which stored row of its tensors each of a part's outputs is."""
         numbers, begin = [], 0
         for name in slot.hf_names:
             ids = []
@@ -254,7 +286,11 @@ class GGUFWeights:
                 begin += rows
             change = self.entries[name].change
             numbers.append(ids[0] if change.inputs() is not None else change.apply(ids))
-        return output_order(slot, self.config, numbers)
+        order = output_order(slot, self.config, numbers)
+        before = self._parts(slot)[: part.tensors.start or 0]
+        begin = sum(self.file.info(name).shape[0] for name in before)
+        whole = order.reshape(matmul_shape(slot, self.config)[1])
+        return whole[part.index].reshape(-1) - begin
 
 
 def _addresses(blocks: np.ndarray) -> np.ndarray:

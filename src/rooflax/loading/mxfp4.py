@@ -78,16 +78,18 @@ class Mxfp4Weights:
 
     def packed(self, slot: Slot, put: Put = jax.device_put) -> Quantized:
         """An array of experts from the file's own codes, gate's outputs before up's."""
-        return pack(KEPT, *self.codes(slot), *matmul_shape(slot, self._config), put)
+        return pack(KEPT, *self.codes(slot)[0], *matmul_shape(slot, self._config), put)
 
-    def codes(self, slot: Slot, experts: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
+    def codes(
+        self, slot: Slot, experts: slice = slice(None)
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         """[experts, out, in] and [experts, out, in / 32], gate's outputs before up's."""
         (name,) = slot.hf_names
         blocks, scales = (self._source.read(part)[experts] for part in names(name))
         codes = _codes(blocks).reshape(*blocks.shape[:2], -1)
         if isinstance(slot.line.layout, Swapped):
-            return _gates_first(codes), _gates_first(scales)
-        return codes, scales
+            return [(_gates_first(codes), _gates_first(scales))]
+        return [(codes, scales)]
 
 
 def _gates_first(rows: np.ndarray) -> np.ndarray:

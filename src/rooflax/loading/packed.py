@@ -3,8 +3,9 @@
 config.json says {"quantization_config": {"quant_method": "rooflax", "formats": {weight: format}}},
 a weight being a line of the family's table, or one of layers that differ ("layers.0.attn.qkv"). Its
 arrays are tensors of model.safetensors under our names: layers.0.attn.qkv.values, .scales and, for
-int8, .sums. All other weights are stored as in any checkpoint. Nothing is converted when such a
-folder is loaded.
+int8, .sums; where the tensors of a fused weight have formats of their own ("q4_k|q4_k|q6_k"), those
+of each run are layers.0.attn.qkv.0.values and so on. All other weights are stored as in any
+checkpoint. Nothing is converted when such a folder is loaded.
 """
 
 from __future__ import annotations
@@ -18,18 +19,19 @@ import jax
 import numpy as np
 
 from rooflax.errors import CheckpointError
+from rooflax.loading.prequantized import beside
 from rooflax.loading.safetensors import TensorToWrite, dtype_name
 from rooflax.loading.source import Source
 from rooflax.nn.decoder import Decoder
-from rooflax.nn.storage import matmul_shape
+from rooflax.nn.storage import Part, matmul_shape, parts_of
 from rooflax.nn.weights import LAYER_PREFIX, Slot
-from rooflax.ops.formats import KNOWN
+from rooflax.ops.formats import KNOWN, formats_of
 from rooflax.ops.host_arrays import Put, aligned_put
-from rooflax.ops.weights import Quantized, class_of, placed
+from rooflax.ops.weights import Fused, Quantized, class_of, placed, quantized_parts
 from rooflax.ops.weights.matrix_packing import as_panels
+from rooflax.ops.weights.quantized import ARRAYS
 
 METHOD = "rooflax"
-PARTS = ("values", "scales", "sums")
 
 
 def table_name(slot: Slot) -> str:
@@ -61,16 +63,24 @@ def to_config(formats: Iterable[tuple[Slot, str | None]]) -> dict[str, Any]:
     return {"quantization_config": {"quant_method": METHOD, "formats": names}} if names else {}
 
 
-def tensors_of(slot: Slot, leaf: Quantized) -> list[TensorToWrite]:
+def tensors_of(slot: Slot, leaf: Quantized | Fused) -> list[TensorToWrite]:
     """A packed weight's arrays as tensors, in panels wherever they are."""
-    leaf = as_panels(leaf)
 
-    def tensor(part: str, array: jax.Array) -> TensorToWrite:
-        name = f"{slot.name}.{part}"
+    def tensor(name: str, array: jax.Array) -> TensorToWrite:
         return TensorToWrite(name, dtype_name(array.dtype), array.shape, lambda: np.asarray(array))
 
-    arrays = [(part, getattr(leaf, part)) for part in PARTS]
-    return [tensor(part, array) for part, array in arrays if array.size]
+    parts = [as_panels(part) for part in quantized_parts(leaf)]
+    arrays = [
+        (f"{name}.{array}", getattr(part, array))
+        for part, name in zip(parts, _names(slot, len(parts)), strict=True)
+        for array in ARRAYS
+    ]
+    return [tensor(name, array) for name, array in arrays if array.size]
+
+
+def _names(slot: Slot, num_parts: int) -> list[str]:
+    """What the names of the parts' arrays begin with."""
+    return [slot.name] if num_parts == 1 else [f"{slot.name}.{i}" for i in range(num_parts)]
 
 
 class PackedWeights:
@@ -91,7 +101,11 @@ class PackedWeights:
             raise CheckpointError("config.json's quantization_config has no formats by weight.")
         found = list(config.slots())
         unknown = set(declared) - {n for slot in found for n in (slot.name, table_name(slot))}
-        wrong = [f for f in declared.values() if not isinstance(f, str) or f not in KNOWN]
+        wrong = [
+            found
+            for found in declared.values()
+            if not isinstance(found, str) or not set(formats_of(found)) <= KNOWN.keys()
+        ]
         if unknown or wrong:
             what = f"the weight {min(unknown)!r}" if unknown else f"the format {wrong[0]!r}"
             raise CheckpointError(f"config.json's quantization_config names {what}, which is not.")
@@ -105,14 +119,17 @@ class PackedWeights:
         self.tensors = {slot.name: self._check(slot, present) for slot in packed}
 
     def _check(self, slot: Slot, present: set[str]) -> tuple[str, ...]:
-        in_shape, _ = matmul_shape(slot, self._config)
-        if not class_of(self.formats[slot.name]).fits(math.prod(in_shape)):
-            raise CheckpointError(f"{slot.name} cannot be {self.formats[slot.name]}.")
+        inner, format = math.prod(matmul_shape(slot, self._config)[0]), self.formats[slot.name]
+        try:
+            found = [arrays for _, arrays in self._arrays(slot)]
+        except ValueError:
+            found = []
+        if not found or not all(class_of(one).fits(inner) for one in formats_of(format)):
+            raise CheckpointError(f"{slot.name} cannot be {format}.")
         names = []
-        for part, wanted in zip(PARTS, self._arrays(slot), strict=True):
+        for name, wanted in (pair for arrays in found for pair in arrays.items()):
             if not math.prod(wanted.shape):
                 continue
-            name = f"{slot.name}.{part}"
             if name not in present:
                 raise CheckpointError(f"The checkpoint lacks {name} {list(wanted.shape)}.")
             info, dtype = self._source.info(name), dtype_name(wanted.dtype)
@@ -124,38 +141,50 @@ class PackedWeights:
             names.append(name)
         return tuple(names)
 
-    def _arrays(self, slot: Slot) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def _arrays(self, slot: Slot) -> list[tuple[Part, dict[str, jax.ShapeDtypeStruct]]]:
+        """Each part with its arrays by their names."""
         in_shape, out_shape = matmul_shape(slot, self._config)
         stack = slot.line.shape(self._config.axis_sizes)[: slot.line.num_stacked]
-        inner, outer = math.prod(in_shape), math.prod(out_shape)
-        return class_of(self.formats[slot.name]).like(inner, outer, stack)
+        parts, found = parts_of(slot.line.layout, self.formats[slot.name], out_shape), []
+        for part, name in zip(parts, _names(slot, len(parts)), strict=True):
+            sizes = math.prod(in_shape), math.prod(part.out_shape(out_shape))
+            like = class_of(part.format).like(*sizes, stack)
+            found.append((part, dict(zip([f"{name}.{a}" for a in ARRAYS], like, strict=True))))
+        return found
 
-    def packed(self, slot: Slot, put: Put = aligned_put) -> Quantized:
+    def packed(self, slot: Slot, put: Put = aligned_put) -> Quantized | Fused:
         """A weight's arrays, as they are.
 
         Args:
             put: the file's own pages to where they stay.
         """
-        stored = self._stored(slot)
-        arrays = [getattr(stored, part) for part in PARTS]
-        return placed(arrays, stored.format, stored.in_shape, stored.out_shape, put)
+        parts, stored = [part for part, _ in self._arrays(slot)], self._stored(slot)
+        return beside(self.formats[slot.name], parts, (_placed(w, put) for w in stored))
 
-    def codes(self, slot: Slot, experts: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
-        """Codes and scales [*experts, out, ...]."""
-        stored = self._stored(slot)
+    def codes(
+        self, slot: Slot, experts: slice = slice(None)
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Codes and scales [*experts, out, ...] of each part."""
+        found = self._stored(slot)
         if slot.line.num_stacked:
-            stored = replace(stored, values=stored.values[experts], scales=stored.scales[experts])
-        return stored.unpacked()
+            found = [replace(w, values=w.values[experts], scales=w.scales[experts]) for w in found]
+        return [w.unpacked() for w in found]
 
-    def _stored(self, slot: Slot) -> Quantized:
-        """A weight's arrays in the file's pages."""
-        stored = {name.rpartition(".")[2]: name for name in self.tensors[slot.name]}
-        values, scales, sums = (
-            self._source.read(stored[part])
-            if part in stored
-            else np.zeros(wanted.shape, wanted.dtype)
-            for part, wanted in zip(PARTS, self._arrays(slot), strict=True)
-        )
-        shapes = matmul_shape(slot, self._config)
-        format = self.formats[slot.name]
-        return class_of(format)(values, scales, sums, format, *shapes)  # type: ignore[arg-type]
+    def _stored(self, slot: Slot) -> list[Quantized]:
+        """A weight's parts in the file's pages."""
+        present, found = self.tensors[slot.name], []
+        in_shape, out_shape = matmul_shape(slot, self._config)
+        for part, wanted in self._arrays(slot):
+            arrays: list[Any] = [
+                self._source.read(name) if name in present else np.zeros(like.shape, like.dtype)
+                for name, like in wanted.items()
+            ]
+            values, scales, sums = arrays
+            own, make = part.out_shape(out_shape), class_of(part.format)
+            found.append(make(values, scales, sums, part.format, in_shape, own))
+        return found
+
+
+def _placed(stored: Quantized, put: Put) -> Quantized:
+    arrays = [getattr(stored, name) for name in ARRAYS]
+    return placed(arrays, stored.format, stored.in_shape, stored.out_shape, put)

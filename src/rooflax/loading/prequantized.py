@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from rooflax.loading.finite import check_scales
 from rooflax.nn.decoder import Decoder
-from rooflax.nn.storage import WeightPlan, is_head, matmul_shape
-from rooflax.nn.weights import Slot, Where
+from rooflax.nn.storage import Part, WeightPlan, is_head, matmul_shape
+from rooflax.nn.weights import Shape, Slot, Where
 from rooflax.ops.formats import GROUP
-from rooflax.ops.weights import Quantized, class_of, pack
+from rooflax.ops.weights import Fused, Quantized, class_of, pack
 
 
 class Prequantized(Protocol):
     """A checkpoint's own quantised weights."""
 
-    def packed(self, slot: Slot, put: Callable[[np.ndarray], Any] = ...) -> Quantized: ...
-    def codes(self, slot: Slot, experts: slice = ...) -> tuple[np.ndarray, np.ndarray]: ...
+    def packed(self, slot: Slot, put: Callable[[np.ndarray], Any] = ...) -> Quantized | Fused: ...
+    def codes(self, slot: Slot, experts: slice = ...) -> list[tuple[np.ndarray, np.ndarray]]: ...
+
+
+def beside(format: str, parts: Sequence[Part], made: Iterable[Quantized]) -> Quantized | Fused:
+    """A weight of what was made of each of its parts."""
+    found = tuple(made)
+    return found[0] if len(found) == 1 else Fused(found, parts[0].axis, format)
 
 
 def output_order(slot: Slot, config: Decoder, numbers: list[np.ndarray]) -> np.ndarray:
@@ -46,7 +52,7 @@ class PrequantizedParts:
     def __init__(self, prequantized: Prequantized, plan: WeightPlan, check: bool):
         self._prequantized, self._plan = prequantized, plan
         self._check, self._experts = check, slice(0)
-        self._codes, self._scales = np.zeros(0), np.zeros(0, np.float32)
+        self._codes: list[tuple[np.ndarray, np.ndarray]] = []
 
     def rows(self, where: Where) -> np.ndarray:
         """Numbers of a part's outputs; every other axis has one entry."""
@@ -57,17 +63,18 @@ class PrequantizedParts:
         inner = self._plan.slot.line.num_inputs
         return numbers[where[inner:]][(None,) * inner]
 
-    def keep(self, rows: np.ndarray, where: Where) -> Quantized:
+    def keep(self, rows: np.ndarray, where: Where) -> Quantized | Fused:
         """The codes of these outputs and of the inputs that the part has."""
         plan, slot, stacked = self._plan, self._plan.slot, self._plan.slot.line.num_stacked
         in_shape, out_shape = plan.matmul_shape()
         assert plan.format is not None
         experts = where[0] if stacked else slice(None)
         if self._experts != experts:
-            self._codes, self._scales = self._prequantized.codes(slot, experts)
+            self._codes = self._prequantized.codes(slot, experts)
             self._experts = experts
             if self._check:
-                check_scales(slot, plan.format, self._scales)
+                for part, (_, scales) in zip(plan.parts(), self._codes, strict=True):
+                    check_scales(slot, part.format, scales)
         own_in, own_out = in_shape, rows.shape[-len(out_shape) :]
         begin, end = 0, math.prod(in_shape)
         if plan.is_head:
@@ -77,10 +84,22 @@ class PrequantizedParts:
             begin, end = first.start * each, first.stop * each
             own_in = (first.stop - first.start, *in_shape[1:])
         plan.check_groups(end - begin)
-        flat = rows.reshape(-1)
-        codes = self._codes[..., flat, begin:end]
-        if class_of(plan.format).grouped:
-            scales = self._scales[..., flat, begin // GROUP : end // GROUP]
-        else:
-            scales = self._scales[..., flat]
-        return pack(plan.format, codes, scales, own_in, own_out, put=np.asarray)
+
+        def packed(part: Part, whole: Part, codes: np.ndarray, scales: np.ndarray) -> Quantized:
+            flat = _within(whole, rows.reshape(own_out)[part.index], out_shape)
+            groups = slice(begin // GROUP, end // GROUP)
+            of_groups = (groups,) if class_of(part.format).grouped else ()
+            scales = scales[(..., flat, *of_groups)]
+            shape = part.out_shape(own_out)
+            return pack(part.format, codes[..., flat, begin:end], scales, own_in, shape, np.asarray)
+
+        parts = plan.parts(own_out)
+        each = zip(parts, plan.parts(), self._codes, strict=True)
+        return beside(plan.format, parts, (packed(own, whole, *c) for own, whole, c in each))
+
+
+def _within(part: Part, rows: np.ndarray, out_shape: Shape) -> np.ndarray:
+    """Numbers of a weight's outputs, all of one part, as numbers of that part's."""
+    at = list(np.unravel_index(rows.reshape(-1), out_shape))
+    at[part.axis] = at[part.axis] - part.where.start
+    return np.ravel_multi_index(tuple(at), part.out_shape(out_shape))

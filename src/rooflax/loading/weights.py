@@ -26,6 +26,7 @@ from rooflax.nn.stacking import Stacks
 from rooflax.nn.storage import Storage
 from rooflax.nn.weights import Slot, Where, assemble
 from rooflax.ops.host_arrays import ALIGNMENT, Arena, Put, arena_bytes
+from rooflax.ops.weights import quantized_parts
 
 DEFAULT_STORAGE = Storage()
 READERS = 2
@@ -82,9 +83,11 @@ class WeightReader:
         return self.plans[slot.name].num_bytes()
 
     def arena_bytes(self, index: int) -> int:
-        """What `layer` takes of an `Arena`: three arrays at most for each weight."""
+        """What `layer` takes of an `Arena`: three arrays at most for each weight's part."""
         found = [slot for slot in self.slots if slot.layer == index]
-        return sum(arena_bytes(self.num_bytes(slot)) + 3 * ALIGNMENT for slot in found)
+        plans = [self.plans[slot.name] for slot in found]
+        arrays = 3 * sum(len(plan.parts()) if plan.format else 1 for plan in plans)
+        return sum(arena_bytes(plan.num_bytes()) for plan in plans) + arrays * ALIGNMENT
 
     def leaves(
         self,
@@ -196,7 +199,8 @@ class WeightReader:
                 return place(plan, parts.rows, parts.keep)
             leaf = self._prequantized.packed(slot, **how)
             if check and self._check:
-                check_scales(slot, leaf.format, np.asarray(leaf.scales))
+                for part in quantized_parts(leaf):
+                    check_scales(slot, part.format, np.asarray(part.scales))
             return leaf
         if place is not None:
             return place(plan, lambda where: self._read(slot, where=where))

@@ -25,7 +25,7 @@ from rooflax.nn.layout import STATE
 from rooflax.ops.accelerator import cache_width
 from rooflax.ops.cache_write import cache_write
 from rooflax.ops.kv_pool import PoolLeaf as Pool
-from rooflax.ops.kv_pool import QuantizedPool
+from rooflax.ops.kv_pool import QuantizedPool, zeros
 
 States = tuple[Float[Array, "_ ..."], ...]
 """What a layer with state has in place of K, arrays of rows; in place of V it has nothing."""
@@ -217,27 +217,29 @@ def allocate(
     dtype: str = "float32",
     stacked: bool = False,
     stages: int = 1,
-    put: Callable[[np.ndarray], jax.Array] = jax.device_put,
+    put: Callable[[np.ndarray], jax.Array] | None = None,
 ) -> KVCache:
     """Zeroed pools of `num_blocks[g]` blocks for each group g, block 0 included.
 
-    The zeros come from the host: nothing is compiled for them.
-
     Args:
         stages: of a pipeline, whose layers at one place share a pool.
-        put: host arrays to their devices.
+        put: host arrays to the devices of a mesh; None is one device, whose memory large pools take
+            as they are written where that is possible.
     """
+
+    def made(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        return zeros(shape, dtype) if put is None else put(np.zeros(shape, dtype))
+
     shapes = pool_shapes(groups, num_blocks, block_size, stacked=stacked, stages=stages)
 
     def zeros_of(shape: tuple[int, ...]) -> Any:
         if dtype in CODES:
-            values, scales = np.zeros(shape, CODES[dtype]), np.zeros(shape[:3], np.float32)
-            return QuantizedPool(put(values), put(scales))
-        return put(np.zeros(shape, jnp.dtype(dtype)))
+            return QuantizedPool(made(shape, CODES[dtype]), made(shape[:3], np.float32))
+        return made(shape, jnp.dtype(dtype))
 
     def pools_of(index: int, is_v: bool) -> Any:
         if groups.of_layer[index] == groups.state:
-            return () if is_v else tuple(put(np.zeros(s, np.float32)) for s in shapes[index])
+            return () if is_v else tuple(made(s, np.float32) for s in shapes[index])
         is_kept = shapes[index] and not (is_v and groups.heads[index].pools == 1)
         return zeros_of(*shapes[index]) if is_kept else ()
 

@@ -43,7 +43,7 @@ class Stacks:
         assert self.on_host
         stack, row = self._of(slot)
         with self._lock:
-            return stack.rows(_ARRAY, [(shape, dtype)])[0][row]
+            return stack.places(row, _ARRAY, [(shape, dtype)])[0]
 
     def filled(self, arrays: Iterable[tuple[Slot, Any]]) -> dict[str, Any]:
         """The pytree of these weights on the device, with "stacked_layers".
@@ -79,28 +79,33 @@ class Stacks:
 class _HostStack:
     """Rows in host memory that a CPU device takes over without a copy.
 
-    Layers whose leaves are alike share arrays with a row for each; a stack whose layers are not
-    becomes a `MixedStack`.
+    Layers whose leaves are alike share arrays with a row for each, one after the other; what is
+    never written takes no memory. A stack whose layers are not alike becomes a `MixedStack`.
     """
 
     def __init__(self, count: int):
-        self._kinds: dict[Any, list[np.ndarray]] = {}
+        self._kinds: dict[Any, tuple[list[np.ndarray], list[int]]] = {}
         self._of: list[Any] = [None] * count
 
-    def rows(self, tree: Any, parts: Sequence[tuple[tuple[int, ...], Any]]) -> list[np.ndarray]:
-        """The stacks of leaves of this structure, with parts of these shapes and dtypes."""
+    def places(
+        self, row: int, tree: Any, parts: Sequence[tuple[tuple[int, ...], Any]]
+    ) -> list[np.ndarray]:
+        """Where a layer's leaf of this structure goes, whose parts have these shapes and dtypes."""
         kind = tree, tuple((tuple(shape), np.dtype(dtype)) for shape, dtype in parts)
         if kind not in self._kinds:
             shapes = [((len(self._of), *shape), dtype) for shape, dtype in parts]
-            self._kinds[kind] = [aligned_empty(*each) for each in shapes]
-        return self._kinds[kind]
+            self._kinds[kind] = [aligned_empty(*each) for each in shapes], []
+        arrays, rows = self._kinds[kind]
+        self._of[row] = kind
+        if row not in rows:
+            rows.append(row)
+        return [array[rows.index(row)] for array in arrays]
 
     def add(self, row: int, leaf: Any) -> None:
         parts, tree = jax.tree.flatten(leaf)
-        stacks = self.rows(tree, [(part.shape, part.dtype) for part in parts])
-        self._of[row] = next(kind for kind, found in self._kinds.items() if found is stacks)
-        for stack, part in zip(stacks, parts, strict=True):
-            own, given = stack[row], np.asarray(part)
+        places = self.places(row, tree, [(part.shape, part.dtype) for part in parts])
+        for own, part in zip(places, parts, strict=True):
+            given = np.asarray(part)
             if own.ctypes.data != given.ctypes.data:
                 own[...] = given
 
@@ -110,16 +115,13 @@ class _HostStack:
     def _stack(self, rows: list[int]) -> Any:
         """These layers, which are alike."""
         kind = self._of[rows[0]]
-        arrays = self._kinds[kind]
-        if len(rows) < len(self._of):
-            arrays = [_rows_of(array, rows) for array in arrays]
+        arrays, written = self._kinds[kind]
+        if written == rows:
+            arrays = [array[: len(rows)] for array in arrays]
+        else:  # readers that were ahead of each other
+            order = [written.index(row) for row in rows]
+            arrays = [array[order] for array in arrays]
         return jax.tree.unflatten(kind[0], [jax.device_put(array) for array in arrays])
-
-
-def _rows_of(array: np.ndarray, rows: list[int]) -> np.ndarray:
-    out = aligned_empty((len(rows), *array.shape[1:]), array.dtype)
-    np.take(array, rows, axis=0, out=out)
-    return out
 
 
 class _DeviceStack:

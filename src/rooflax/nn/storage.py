@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ import numpy as np
 from rooflax.errors import RequestError
 from rooflax.nn.shards import Shards, split_axes
 from rooflax.nn.weights import Float32, PlusOne, Reordered, Shape, Slot, TensorLayout
-from rooflax.ops.formats import FORMATS, GROUP, KNOWN, format_of
+from rooflax.ops.formats import FORMATS, GROUP, KNOWN, format_of, formats_of
 from rooflax.ops.weights import Pairs, Quantized, class_of, pack_pairs, packed_bytes, quantize
 
 if TYPE_CHECKING:
@@ -31,12 +31,64 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
+class Part:
+    """The outputs of a weight whose tensors have one format.
+
+    Attributes:
+        axis: of the outputs, along which the parts lie side by side.
+        where: of it what is theirs.
+        tensors: which of the weight's they are.
+    """
+
+    format: str
+    axis: int
+    where: slice
+    tensors: slice
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """Of an array of the weight's outputs what is theirs."""
+        return (slice(None),) * self.axis + (self.where,)
+
+    def out_shape(self, whole: Shape) -> Shape:
+        size = self.where.stop - self.where.start
+        return (*whole[: self.axis], size, *whole[self.axis + 1 :])
+
+
+def parts_of(layout: TensorLayout, format: str, out_shape: Shape) -> list[Part]:
+    """A weight's outputs by their formats.
+
+    Args:
+        format: of all its tensors, or of each (`formats_of`).
+        out_shape: of the weight, or of a part of it on a mesh.
+
+    Raises:
+        ValueError: it has not so many tensors.
+    """
+    formats = formats_of(format)
+    if len(formats) == 1:
+        return [Part(format, 0, slice(0, out_shape[0]), slice(None))]
+    axis, sizes = layout.beside(out_shape) or (0, ())
+    if len(sizes) != len(formats):
+        raise ValueError(f"{format} for {len(sizes)} tensors")
+    found: list[Part] = []
+    for number, own in enumerate(formats):
+        if found and found[-1].format == own:
+            continue
+        last = next((i for i in range(number, len(formats)) if formats[i] != own), len(formats))
+        where = slice(sum(sizes[:number]), sum(sizes[:last]))
+        found.append(Part(own, axis, where, slice(number, last)))
+    return found
+
+
+@dataclass(frozen=True)
 class WeightPlan:
     """What a weight becomes in memory; loading, counting, splitting and offloading read it.
 
     Attributes:
         shape: of the whole array in our layout.
-        format: of a matmul's weight in few bits; None is a plain array.
+        format: of a matmul's weight in few bits, or of each of its tensors (`formats_of`); None is
+            a plain array.
         dtype: of a plain array, and of the numbers that are quantised.
         is_prequantized: its codes are the checkpoint's own.
         is_head: it makes logits: [vocab, hidden], multiplied along hidden.
@@ -68,6 +120,16 @@ class WeightPlan:
         """
         return _matmul_shape(self.slot, shape or self.shape, self.is_head)
 
+    def parts(self, out_shape: Shape | None = None) -> list[Part]:
+        """The outputs by their formats, of a weight in few bits.
+
+        Args:
+            out_shape: of a part of it; None is all of it.
+        """
+        assert self.format is not None
+        out_shape = out_shape or self.matmul_shape()[1]
+        return parts_of(self.slot.line.layout, self.format, out_shape)
+
     def keep(
         self, array: np.ndarray, put: Callable[[np.ndarray], Any] = jax.device_put
     ) -> jax.Array | np.ndarray | Quantized | Pairs:
@@ -96,12 +158,16 @@ class WeightPlan:
         shape = shape or self.shape
         if self.format is None and not self.is_paired:
             return math.prod(shape) * ITEM_BYTES[self.dtype]
-        inner, outer = map(math.prod, self.matmul_shape(shape))
-        stack = math.prod(shape[: self.slot.line.num_stacked])
+        in_shape, out_shape = self.matmul_shape(shape)
+        inner, stack = math.prod(in_shape), math.prod(shape[: self.slot.line.num_stacked])
         if self.format is None:
-            return stack * math.prod(Pairs.packed_shape(inner, outer)) * ITEM_BYTES[self.dtype]
+            packed = math.prod(Pairs.packed_shape(inner, math.prod(out_shape)))
+            return stack * packed * ITEM_BYTES[self.dtype]
         self.check_groups(inner)
-        return stack * packed_bytes(self.format, inner, outer)
+        return stack * sum(
+            packed_bytes(part.format, inner, math.prod(part.out_shape(out_shape)))
+            for part in self.parts(out_shape)
+        )
 
     def check_groups(self, inner: int) -> None:
         """Rejects a part with so many inputs if it cuts a group of them with one scale.
@@ -109,7 +175,8 @@ class WeightPlan:
         Raises:
             RequestError: with the arithmetic.
         """
-        if self.format is not None and not class_of(self.format).fits(inner):
+        formats = () if self.format is None else formats_of(self.format)
+        if not all(class_of(format).fits(inner) for format in formats):
             raise RequestError(
                 f"{self.slot.name} has {inner} inputs on each device, which {self.format} cannot "
                 f"keep in groups of {GROUP} ({inner} = {inner // GROUP} x {GROUP} + "
@@ -128,7 +195,7 @@ class Storage:
             unquantised.
         keeps_bfloat16: matmuls' weights that the checkpoint has in bfloat16 stay so.
         prequantized: formats by slot of matmuls' weights that a checkpoint holds quantised and that
-            stay so, unless `quantize` asks for another.
+            stay so, unless `quantize` asks for another; as `WeightPlan.format`.
         offloaded: layers that are read at every step.
         pairs_bfloat16: matmuls' weights in bfloat16 are kept as `Pairs`, but for the head's table.
     """
@@ -144,14 +211,19 @@ class Storage:
     def format(self) -> str:
         """Width of most matmuls' weights: a quantised format, "bfloat16" or "float32"."""
         if self.prequantized and self.quantize is None:
-            return Counter(self.prequantized.values()).most_common(1)[0][0]
+            return Counter(self._prequantized).most_common(1)[0][0]
         return self.quantize or ("bfloat16" if self.keeps_bfloat16 else self.dtype)
 
     @property
     def quantizes_activations(self) -> bool:
         """Whether matmuls round what the checkpoint does not: weights, or activations to int8."""
-        formats = set(self.prequantized.values())
+        formats = set(self._prequantized)
         return self.quantize is not None or any(KNOWN[f].quantizes_activations for f in formats)
+
+    @property
+    def _prequantized(self) -> Iterator[str]:
+        """The formats of all tensors that the checkpoint holds so."""
+        return (f for name in self.prequantized.values() for f in formats_of(name))
 
     def of(
         self, slot: Slot, config: Decoder, *, is_bfloat16: bool = True, shards: Shards | None = None

@@ -44,6 +44,11 @@ class TensorLayout:
         """The checkpoint's tensors from our array; the caller gives them their HF shapes."""
         return [array]
 
+    def beside(self, out_shape: Shape) -> tuple[int, tuple[int, ...]] | None:
+        """Along which axis of the outputs the tensors lie side by side, and how much of it each is;
+        None where they lie otherwise."""
+        return None
+
     def slice_parts(
         self, parts: Sequence[np.ndarray], shape: Shape, where: Where
     ) -> list[np.ndarray]:
@@ -157,6 +162,9 @@ class QKV(TensorLayout):
         heads = [group - self.num_kv, *[1] * self.num_kv]
         return [(kv_heads * count * head_dim, *in_shape) for count in heads]
 
+    def beside(self, out_shape: Shape) -> tuple[int, tuple[int, ...]]:
+        return 1, (out_shape[1] - self.num_kv, *[1] * self.num_kv)
+
     def _slices(self, group: int) -> list[slice]:
         """Where q, k and v lie on the axis of a group."""
         queries = group - self.num_kv
@@ -231,6 +239,10 @@ class Rows(TensorLayout):
         several = self.each.hf_shapes(in_shape, out_shape)
         return [(sum(shape[0] for shape in several), *several[0][1:])]
 
+    def beside(self, out_shape: Shape) -> tuple[int, tuple[int, ...]] | None:
+        """Of the several, which other files have apart."""
+        return self.each.beside(out_shape)
+
     def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
         self.each.join(self._apart(parts, out.shape), out)
 
@@ -293,6 +305,9 @@ class Parallel(TensorLayout):
     def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
         count, width = out_shape
         return [(width, *in_shape)] * count
+
+    def beside(self, out_shape: Shape) -> tuple[int, tuple[int, ...]]:
+        return 0, (1,) * out_shape[0]
 
     def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
         for index, part in enumerate(parts):
@@ -388,6 +403,9 @@ class HeadRows(TensorLayout):
     def hf_shapes(self, in_shape: Shape, out_shape: Shape) -> list[Shape]:
         rest = (1, out_shape[-1]) if self.is_kernel else in_shape
         return [(out_shape[0] * sum(widths), *rest) for widths in self.widths]
+
+    def beside(self, out_shape: Shape) -> tuple[int, tuple[int, ...]]:
+        return 1, tuple(map(sum, self.widths))
 
     def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
         begin = 0

@@ -45,6 +45,8 @@ KNOWN = ChainMap[str, Format]({}, FORMATS)
 """These and what files hold beside them, which `quantize` does not make; their classes add it."""
 ALIASES = {"int8": "w8a8", "int4": "w4a8", "mxfp4": "mxfp4-a8", "fp8": "fp8-a16"}
 HEAD = "+head="
+BESIDE = "|"
+"""Between the formats of a fused weight's tensors, in their order."""
 
 
 def resolve_format(name: str) -> str:
@@ -62,6 +64,11 @@ def format_of(name: str, *, head: bool) -> str:
     """The format of a resolved name for the head (and embedding), or for everything else."""
     base, _, rest = name.partition(HEAD)
     return rest if head and rest else base
+
+
+def formats_of(name: str) -> tuple[str, ...]:
+    """The formats of a weight's tensors, as in "q4_k|q4_k|q6_k", or the one of all of them."""
+    return tuple(name.split(BESIDE))
 
 
 def _resolved(part: str, whole: str) -> str:

@@ -7,11 +7,15 @@ A leaf of a cache is a plain array [blocks, kv_heads, block_size, head_dim] or a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Integer, Num
+
+from rooflax.ops import native
 
 FP8_MAX = 448.0
 """The largest number of e4m3."""
@@ -53,6 +57,24 @@ class QuantizedPool:
             self.values.at[block, :, offset].set(values, mode="drop"),
             self.scales.at[block, :, offset].set(scales, mode="drop"),
         )
+
+
+LAZY_BYTES = 1 << 20
+"""Of arrays for which a program of their own is worth it."""
+
+
+def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Zeros on the device; large ones take a CPU's memory as they are written, where the native
+    library is."""
+    like = jax.ShapeDtypeStruct(shape, dtype)
+    if like.size * like.dtype.itemsize < LAZY_BYTES or not native.is_ready():
+        return jax.device_put(np.zeros(shape, like.dtype))
+    return _untouched(shape, like.dtype)()
+
+
+@cache
+def _untouched(shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    return jax.jit(jax.ffi.ffi_call("rooflax_zeros", jax.ShapeDtypeStruct(shape, dtype)))
 
 
 PoolLeaf = Float[Array, "_ kv_heads block_size head_dim"] | QuantizedPool

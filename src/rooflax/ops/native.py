@@ -21,7 +21,7 @@ LIBRARY = "librooflax_native.so"
 TARGETS = (
     "rooflax_matmul", "rooflax_attention", "rooflax_rows", "rooflax_argmax", "rooflax_sample",
     "rooflax_cache_write", "rooflax_delta_rule", "rooflax_causal_conv",
-    "rooflax_norm",
+    "rooflax_norm", "rooflax_zeros",
 )  # fmt: skip
 LAYOUTS = (
     "matrix", "table", "pairs", "int8", "fp8", "int8-g32", "int4", "mxfp4", "q4_1", "q5_0",

@@ -14,10 +14,12 @@ from rooflax import LLM, ExecutionOptions, SamplingParams, load, new_cache, pref
 from rooflax.cli.main import main
 from rooflax.errors import CheckpointError, RequestError
 from rooflax.loading.gguf import GGUFFile
+from rooflax.loading.gguf_save import save_gguf
 from rooflax.loading.load import load_plan
+from rooflax.loading.model_info import model_info
 from rooflax.loading.plan import make_plan
 from rooflax.nn.layers import unstack_layers
-from rooflax.ops.weights import MixedStack, packed_format
+from rooflax.ops.weights import Fused, MixedStack, packed_format, quantized_parts
 from tests import gguf_cases, goldens
 
 pytestmark = pytest.mark.oldest_jax
@@ -26,10 +28,15 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 LAYERS = [
     {"attn.qkv": "q4_k", "attn.o": "q5_0", "mlp.gate_up": "q5_k", "mlp.down": "q4_1"},
     {"attn.qkv": "q4_k", "attn.o": "q5_1", "mlp.gate_up": "q5_k", "mlp.down": "iq4_nl"},
-    {"attn.qkv": "w8a8-g32", "attn.o": "q5_0", "mlp.gate_up": "q3_k", "mlp.down": "w8a8-g32"},
+    {
+        "attn.qkv": "q4_k|q4_k|q6_k",
+        "attn.o": "q5_0",
+        "mlp.gate_up": "q3_k|q5_1",
+        "mlp.down": "w8a8-g32",
+    },
     {"attn.qkv": "iq4_xs", "attn.o": "q5_0", "mlp.gate_up": "q2_k", "mlp.down": "w4a8"},
 ]
-"""What becomes of `MIXED_LAYERS`; a weight whose tensors differ is rounded."""
+"""What becomes of `MIXED_LAYERS`; the parts of a fused weight may differ."""
 
 
 @pytest.fixture(scope="module")
@@ -94,14 +101,17 @@ def test_numbers_are_the_files_own(path, kept, plain):
         if not is_packed(leaf):
             np.testing.assert_array_equal(leaf, floats)
             continue
-        found, floats = numbers_like(leaf, floats), np.asarray(floats)
-        exact = leaf.format != "w8a8-g32" or leaf.out_shape == (256,)  # down's blocks are Q8_0
-        tolerance = 0 if exact else np.abs(floats).max() / 220  # half a step of a group's largest
-        np.testing.assert_allclose(found, floats, rtol=0, atol=tolerance)
+        np.testing.assert_array_equal(numbers_like(leaf, floats), floats)
 
 
 def numbers_like(leaf, floats):
     """A packed weight's, in the layout of the plain one."""
+    parts = quantized_parts(leaf)
+    if len(parts) > 1:
+        axis = len(leaf.in_shape) + leaf.axis
+        ends = np.cumsum([part.out_shape[leaf.axis] for part in parts])[:-1]
+        each = zip(parts, np.split(np.asarray(floats), ends, axis), strict=True)
+        return np.concatenate([numbers_like(*pair) for pair in each], axis)
     codes, scales = leaf.unpacked()
     matrix = leaf.scaled(codes.reshape(*scales.shape, 32), scales).reshape(codes.shape).T
     matrix = matrix.T if floats.shape == leaf.shape[::-1] else matrix
@@ -116,6 +126,8 @@ def test_with_activations_kept_logits_are_those_of_the_numbers(kept, plain, laye
     def exact(leaf):
         if not is_packed(leaf):
             return leaf
+        if isinstance(leaf, Fused):
+            return replace(leaf, parts=tuple(map(exact, leaf.parts)))
         return replace(leaf, format=names.get(leaf.format, f"{leaf.format}-a16"))
 
     def dequantized(floats, leaf):
@@ -161,7 +173,9 @@ def test_a_mesh_splits_the_blocks(path, wanted, layers):
 
 
 def test_stages_have_layers_that_are_alike(path, tmp_path):
-    with pytest.raises(RequestError, match="attn.qkv in iq4_xs and q4_k and w8a8-g32, and stages"):
+    with pytest.raises(
+        RequestError, match=r"attn.qkv in iq4_xs and q4_k and q4_k\|q4_k\|q6_k, and stages"
+    ):
         make_plan(path, mesh="stage=2")
     assert make_plan(path, mesh="stage=2", dtype="float32").shards.stage == 2
     same = gguf_cases.write_mixed(tmp_path / "same.gguf", gguf_cases.MIXED_LAYERS[:1] * 2)
@@ -215,6 +229,10 @@ def test_it_is_saved_as_it_is(path, kept, wanted, tmp_path, layers):
         return
     llm = LLM(tmp_path / "m", options=ExecutionOptions(layers="scan"))
     assert tokens(llm) == wanted
+    found["layers.2.attn.qkv"] = "q4_k|q6_k"  # for three tensors
+    (tmp_path / "m/config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"layers.2.attn.qkv cannot be q4_k\|q6_k"):
+        load(tmp_path / "m")
     found["layers.7.attn.qkv"] = "q4_k"
     (tmp_path / "m/config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="the weight 'layers.7.attn.qkv', which is not"):
@@ -254,3 +272,34 @@ def test_elsewhere_the_types_are_rounded(path, kept, monkeypatch):
     found = make_plan(path).storage.prequantized
     assert set(found.values()) == {"w8a16-g32"}
     assert set(found) == {*(f"layers.{i}.{key}" for i in range(4) for key in LAYERS[0]), "embed"}
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    """A file of experts whose layers differ in gate and up, and in down."""
+    folder = tmp_path_factory.mktemp("experts")
+    checkpoint = gguf_cases.write_family(folder / "m", "qwen3_moe")
+    save_gguf(model_info(checkpoint), folder / "f32.gguf", "F32")
+    by_layer = (
+        {"gate": "Q5_0", "up": "Q5_0", "down": "Q4_1"}, {"gate": "Q5_1", "up": "Q5_1"}, {},
+    )  # fmt: skip
+    kinds = {
+        f"blk.{layer}.ffn_{part}_exps.weight": own.get(part, "Q8_0")
+        for layer, own in enumerate(by_layer)
+        for part in ("gate", "up", "down")
+    }
+    return gguf_cases.requantized(folder / "mixed.gguf", folder / "f32.gguf", kinds)
+
+
+def test_layers_of_experts_differ(experts):
+    kept, plain = load(experts, dtype=None), load(experts)
+    found = [(own["mlp.gate_up"], own["mlp.down"]) for own in formats_of(kept.weights)]
+    assert found == [("q5_0", "q4_1"), ("q5_1", "w8a8-g32"), ("w8a8-g32", "w8a8-g32")]
+    for floats, leaf in zip(leaves(plain), leaves(kept), strict=True):
+        if is_packed(leaf):
+            own = np.asarray(leaf.numbers()).reshape(floats.shape)
+            np.testing.assert_array_equal(own, floats)
+    wanted = tokens(LLM(experts, options=ExecutionOptions(layers="unrolled")))
+    assert tokens(LLM(experts, options=ExecutionOptions(layers="scan"))) == wanted
+    split = LLM(experts, mesh=jax.make_mesh((2,), ("tensor",)))
+    assert tokens(split) == wanted

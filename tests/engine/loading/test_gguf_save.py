@@ -13,6 +13,7 @@ import sys
 import time
 
 import gguf
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -23,7 +24,9 @@ from rooflax import LLM, load
 from rooflax.cli.main import main
 from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
 from rooflax.loading.gguf import GGUFFile
+from rooflax.loading.gguf_blocks import dequantize
 from rooflax.loading.gguf_metadata import ARCHITECTURES
+from rooflax.loading.gguf_quantize import quantize_blocks, recipe_type
 from rooflax.loading.gguf_save import FILE_TYPES, save_gguf
 from rooflax.loading.gguf_weights import GGUFWeights
 from rooflax.loading.model_info import model_info
@@ -575,3 +578,49 @@ def test_types_have_llama_cpps_numbers():
     for kind, number in FILE_TYPES.items():
         name = "ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"
         assert getattr(gguf.LlamaFileType, name) == number
+
+
+def test_k_quants_are_llama_cpps(tmp_path):
+    """Types and bytes of its own file; sums in another order may choose another scale."""
+    folder = gguf_cases.write_original(tmp_path, "llama_k")
+    path = written(folder, tmp_path / "m.gguf", "Q4_K_M")
+    ours, theirs = GGUFFile(path), GGUFFile(gguf_cases.gguf("llama_k", "q4_k_m"))
+    found = set()
+    for name in theirs.names():
+        kind = theirs.info(name).dtype
+        found.add(kind)
+        assert ours.info(name).dtype == kind
+        other = (ours.read(name) != theirs.read(name)).reshape(-1, ours.read(name).shape[-1])
+        assert other.any(axis=-1).mean() <= (0.02 if kind == "Q4_K" else 0)
+    assert found == {"F32", "Q4_K", "Q6_K", "Q5_0", "Q8_0"}
+    wanted = load(gguf_cases.gguf("llama_k", "q4_k_m"), dtype=None)
+    assert jax.tree.structure(load(path, dtype=None).weights) == jax.tree.structure(wanted.weights)
+
+
+def test_half_of_the_layers_have_more_bits():
+    def types(part, experts=0):
+        names = (f"blk.{layer}.{part}.weight" for layer in range(16))
+        how = {"is_head": False, "experts": experts}
+        return [recipe_type("Q4_K_M", name, 16, **how) for name in names]
+
+    more = (0, 1, 4, 7, 10, 13, 14, 15)
+    wanted = ["Q6_K" if layer in more else "Q4_K" for layer in range(16)]
+    assert types("attn_v") == types("ffn_down") == types("ffn_down_exps") == wanted
+    assert set(types("attn_k") + types("ffn_up")) == {"Q4_K"}
+    assert set(types("attn_qkv")) == {"Q5_K"} and set(types("attn_v", 8)) == {"Q8_0"}
+    assert recipe_type("Q4_K_M", "output.weight", 16, is_head=True, experts=0) == "Q6_K"
+
+
+@pytest.mark.parametrize(("kind", "cost"), [("Q4_K", 0.075), ("Q5_K", 0.038), ("Q6_K", 0.019)])
+def test_k_quants_are_near_and_what_is_broken_is_nan(kind, cost):
+    state = np.random.RandomState(1)
+    x = state.standard_normal((8, 512)).astype(np.float32)
+    x[5:] += [[0.0], [1e-30], [-3.0]]
+    x[5] = 0
+    found = dequantize(kind, quantize_blocks(x, kind).reshape(8, 2, -1))
+    assert np.square(found[:5] - x[:5]).mean() < cost**2
+    assert not found[5].any() and np.abs(found[6:] - x[6:]).max() < 6 * cost
+    x[1, 3], x[2, 300] = np.nan, -np.inf
+    found = dequantize(kind, quantize_blocks(x, kind).reshape(8, 2, -1))
+    broken = np.isnan(found).reshape(8, 2, 256)
+    assert broken[1, 0].all() and broken[2, 1].all() and broken.sum() == 512

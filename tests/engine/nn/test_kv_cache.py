@@ -1,5 +1,6 @@
 """The paged cache: what is written is read, where it was meant to be; block arithmetic."""
 
+import sys
 from dataclasses import replace
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from rooflax.nn.batch import NO_SLOT, Batch
+from rooflax.nn.host_memory import anonymous_bytes
 from rooflax.nn.kv_cache import (
     Heads,
     LayerGroups,
@@ -20,6 +22,7 @@ from rooflax.nn.kv_cache import (
     write,
 )
 from rooflax.nn.layout import blocks_needed, ceil_div
+from rooflax.ops import native
 from rooflax.ops.attention.paging import gather
 
 
@@ -272,3 +275,25 @@ def test_copied_blocks_take_what_was_there_before(dtype, stacked):
             before, after = getattr(cache, name)[index], getattr(copied, name)[index]
             for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
                 np.testing.assert_array_equal(np.asarray(new), np.asarray(old)[order])
+
+
+@pytest.mark.skipif(not (native.is_ready() and sys.platform == "linux"), reason="no native zeros")
+def test_pools_take_memory_as_they_are_written():
+    groups = LayerGroups.from_windows((None,), (Heads(2, 64),))
+
+    def grown(before=0):
+        return anonymous_bytes() - before
+
+    def made():
+        return allocate(groups, (1 << 13,)).k[0]  # 64 MiB, as V
+
+    ones = jax.block_until_ready(jnp.ones(1 << 24))
+    del ones  # whose memory may come back
+    before = grown()
+    pool = jax.block_until_ready(made())
+    assert grown(before) < 8 << 20 and pool.nbytes == 64 << 20
+    new = jnp.ones((1, 40, 2, 64))
+    slots = (jnp.arange(40, dtype=jnp.int32) + (1 << 16))[None]
+    pool = jax.block_until_ready(jax.jit(write, donate_argnums=0)(pool, new, slots))
+    assert grown(before) < 16 << 20
+    assert int((pool != 0).sum()) == 40 * 2 * 64

@@ -72,7 +72,7 @@ def test_what_is_only_copied_is_written_where_it_stays(tmp_path, monkeypatch):
     add = stacking._HostStack.add
 
     def watched(self, row, leaf):
-        rows = [array[row].ctypes.data for arrays in self._kinds.values() for array in arrays]
+        rows = [array[row].ctypes.data for arrays, _ in self._kinds.values() for array in arrays]
         copied.append(leaf.ctypes.data not in rows)
         add(self, row, leaf)
 

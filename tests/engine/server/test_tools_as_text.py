@@ -11,7 +11,7 @@ import pytest
 from rooflax.errors import RequestError
 from rooflax.loading.generic_tools import encode_as_text
 from rooflax.server.formats import GENERIC, format_of, with_calls
-from tests.server.test_tools import CHAT, MESSAGES, streamed, tool, whole, written
+from tests.engine.server.test_tools import CHAT, MESSAGES, streamed, tool, whole, written
 
 pytestmark = pytest.mark.oldest_jax
 

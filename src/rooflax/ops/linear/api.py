@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any, cast
 
 import jax.numpy as jnp
@@ -13,10 +12,11 @@ from rooflax.ops import parts
 from rooflax.ops.dispatch import Backend, Operation
 from rooflax.ops.linear import cpu
 from rooflax.ops.linear.args import LinearArgs
-from rooflax.ops.linear.prologue import Norm, Prologue
+from rooflax.ops.linear.prologue import Norm, Prologue, taken_prologue
 from rooflax.ops.weights import (
     Branch,
     Composite,
+    Fused,
     Operand,
     StackMember,
     StoredOperand,
@@ -104,22 +104,22 @@ def matmul(
     """`linear` of rows, in `dtype`; None is x's."""
     dtype = x.dtype if dtype is None else dtype
     if isinstance(w, Branch):  # its stacks have some layers, and those of vectors have all
-        bias, prologue = taken(bias), _taken(prologue)
-    how = {"prologue": prologue, "residual": residual, "num_rows": num_rows, "dtype": dtype}
+        bias, prologue = taken(bias), taken_prologue(prologue)
+    how: dict[str, Any] = {"prologue": prologue, "residual": residual, "num_rows": num_rows}
+    how["dtype"] = dtype
     if isinstance(w, Branch):
         return w.branch(lambda one: matmul(one, x, bias, implementation=implementation, **how))
     if isinstance(w, Composite):
         return w.matmul(x, bias, implementation=implementation, **how)
+    if isinstance(w, Fused):
+        biases, how["residual"] = w.apart(taken(bias)), None
+        each = zip(w.parts, biases, strict=True)
+        how["implementation"] = implementation
+        y = w.together([matmul(part, x, bias, **how) for part, bias in each])
+        return y if residual is None else y + residual
     stack, index = w.in_stack()
     args = LinearArgs(x, stack, index, bias, prologue, residual, num_rows, dtype)
     return LINEAR(implementation, args)
-
-
-def _taken(prologue: Prologue | None) -> Prologue | None:
-    """With copies of what lies in stacks."""
-    if not isinstance(prologue, Norm):
-        return prologue
-    return replace(prologue, weight=taken(prologue.weight), bias=taken(prologue.bias))
 
 
 @parts.matmuls

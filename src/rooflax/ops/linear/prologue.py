@@ -6,7 +6,8 @@ fields instead.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import jax
 from jaxtyping import Array, Float
@@ -15,6 +16,7 @@ from rooflax.ops.activation import ACTIVATIONS, clamped_swiglu, gated
 from rooflax.ops.norm import layer_norm, rms_norm
 from rooflax.ops.weights import StackMember, taken
 
+P = TypeVar("P")
 STATIC = {"static": True}
 
 
@@ -63,6 +65,13 @@ class ClampedSwiglu:
 
 
 Prologue = Norm | Activation | ClampedSwiglu
+
+
+def taken_prologue(prologue: P) -> P:
+    """With copies of what lies in stacks."""
+    if not isinstance(prologue, Norm):
+        return prologue
+    return replace(prologue, weight=taken(prologue.weight), bias=taken(prologue.bias))
 
 
 def applied(prologue: Prologue | None, x: Float[Array, "rows width"]) -> Float[Array, "rows in"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,9 @@ from jaxtyping import Array, Float, Int
 
 from rooflax.ops import accelerator, parts
 from rooflax.ops.dispatch import Operation
-from rooflax.ops.linear.prologue import Norm
+from rooflax.ops.linear.prologue import Norm, taken_prologue
 from rooflax.ops.moe.args import MoeArgs
-from rooflax.ops.weights import Operand, StackMember
+from rooflax.ops.weights import Branch, Operand, StackMember, taken
 
 EXPERTS = Operation(
     "experts",
@@ -151,7 +152,17 @@ def experts(
     Raises:
         RequestError: the named implementation is not here, or does not take these arguments.
     """
+    how: dict[str, Any] = {"activation": activation, "method": method, "num_tokens": num_tokens}
+    how |= {"residual": residual, "norm": norm}
+    branch = next((leaf for leaf in (gate_up, down) if isinstance(leaf, Branch)), None)
+    if branch is not None:  # its stacks have some layers, and those of vectors have all
+        how |= {"norm": taken_prologue(norm), "implementation": implementation}
+
+        def run(one: Operand) -> Array:
+            up, out = (one if leaf is branch else leaf for leaf in (gate_up, down))
+            biases = taken(gate_up_bias), taken(down_bias)
+            return experts(x, expert_ids, expert_weights, up, biases[0], out, biases[1], **how)
+
+        return branch.branch(run)
     leaves = (gate_up, gate_up_bias, down, down_bias)
-    how = {"activation": activation, "norm": norm, "method": method, "num_tokens": num_tokens}
-    how["residual"] = residual
     return EXPERTS(implementation, MoeArgs.of(x, expert_ids, expert_weights, *leaves, **how))

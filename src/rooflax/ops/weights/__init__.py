@@ -1,6 +1,7 @@
 """Weights as objects: `Operand`, plain arrays, and the formats of few bits."""
 
 from rooflax.ops.weights import blocks, formats
+from rooflax.ops.weights.fused import Fused, packed_format, quantized_parts
 from rooflax.ops.weights.mixed_stack import MixedStack, stack_by_kind, stack_leaves
 from rooflax.ops.weights.operand import (
     Branch,
@@ -26,7 +27,6 @@ from rooflax.ops.weights.quantized import (
     pack,
     pack_blocks,
     packed_bytes,
-    packed_format,
     placed,
     quantize,
 )
@@ -36,6 +36,7 @@ __all__ = [
     "CODES",
     "Composite",
     "Dense",
+    "Fused",
     "MixedStack",
     "Pairs",
     "Quantized",
@@ -58,6 +59,7 @@ __all__ = [
     "packing_of",
     "placed",
     "quantize",
+    "quantized_parts",
     "split_leaf",
     "stack_by_kind",
     "stack_leaves",

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from rooflax.ops.weights.fused import Fused
 from rooflax.ops.weights.operand import Axes, Branch, Operand, StoredOperand
 
 
@@ -24,7 +25,7 @@ class MixedStack(Operand):
         of: per member the number of its stack, whose members are in order.
     """
 
-    stacks: tuple[StoredOperand, ...]
+    stacks: tuple[StoredOperand | Fused, ...]
     of: tuple[int, ...] = field(metadata={"static": True})
 
     @property
@@ -42,7 +43,7 @@ class MixedStack(Operand):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (len(self.of), *self.in_shape, *self.out_shape)
+        return (len(self.of), *self.stacks[0].shape[1:])
 
     @property
     def dtype(self) -> np.dtype:
@@ -54,7 +55,7 @@ class MixedStack(Operand):
     def split(self, axes: Axes, stack: int = 0, lead: Axes = ()) -> MixedStack:
         return replace(self, stacks=tuple(one.split(axes, stack, lead) for one in self.stacks))
 
-    def member(self, index: int) -> StoredOperand:
+    def member(self, index: int) -> StoredOperand | Fused:
         """A copy of one of the stack, by a number that is known."""
         return self.stacks[self.of[index]].member(self.row[index])
 
@@ -91,6 +92,10 @@ class MixedMember(Branch):
 
     whole: MixedStack
     index: Int[Array, ""]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.whole.shape[1:]
 
     @property
     def in_shape(self) -> tuple[int, ...]:  # type: ignore[override]

@@ -463,11 +463,6 @@ def both_halves(body: np.ndarray) -> np.ndarray:
     return np.concatenate([body & 15, body >> 4], axis=-1)
 
 
-def packed_format(leaf: Any) -> str | None:
-    """The format of a leaf of few bits; None where it is plain."""
-    return leaf.format if isinstance(leaf, Quantized) else None
-
-
 def _as_int8(x: jax.Array) -> jax.Array:
     """x rounded to 127 steps of the largest of its last axis."""
     codes, scales = int8_codes(x)

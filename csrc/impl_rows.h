@@ -1,4 +1,4 @@
-// Rows on their way into a matmul: normalised, activated, rounded to bytes; and the largest of one.
+// Rows on their way into a matmul: normalised, activated, rotated, rounded to bytes; and the largest of one.
 // Part of kernels_impl.h.
 
 // Runs each(i, lanes, count) over a row: whole vectors, then what is left with count < 16.
@@ -207,6 +207,31 @@ ROOFLAX_INLINE I16 Rounded(F16 x, float inverse) {
     int32_t* start = a.start + g * a.parts * a.rows;
     start[0] = SumWhole(a.parts == 1 ? low + high : low) * a.times;
     if (a.parts == 2) start[a.rows] = SumWhole(high) * a.times;
+  }
+}
+
+// ---- Rotated ----
+
+// The sums and the differences of neighbours. After as many times as a place has bits, each bit has had its turn
+// as the lowest and is where it was.
+ROOFLAX_INLINE void AddNeighbours(const float* x, float* out) {
+  constexpr int64_t kHalf = kRotated / 2;
+  for (int64_t i = 0; i < kHalf; ++i) {
+    const float even = x[2 * i], odd = x[2 * i + 1];
+    out[i] = even + odd;
+    out[kHalf + i] = even - odd;
+  }
+}
+
+void Rotate(const float* x, int64_t count, float* out) {
+  alignas(64) float one[kRotated], other[kRotated];
+  for (int64_t i = 0; i < count; i += kRotated) {
+    AddNeighbours(x + i, one);
+    AddNeighbours(one, other);
+    AddNeighbours(other, one);
+    AddNeighbours(one, other);
+    AddNeighbours(other, one);
+    AddNeighbours(one, out + i);
   }
 }
 

@@ -85,6 +85,9 @@ struct BeforeArgs {
   int64_t inner;
 };
 
+// Inputs that a Hadamard matrix mixes, where a row is rotated before it is rounded.
+constexpr int64_t kRotated = 64;
+
 // Rows of float32 as int8, one scale per row: q = round(x / scale), scale = max |x| / 127.
 struct QuantizeRowsArgs {
   const float* x;  // [inner]
@@ -263,6 +266,8 @@ struct Kernels {
   void (*pairs)(const MatmulArgs&);
   void (*unembed)(const MatmulArgs&);
   void (*before)(const BeforeArgs&, const float* x, float* out);
+  // Each kRotated of x times a matrix of ones and minus ones, by additions in one order.
+  void (*rotate)(const float* x, int64_t count, float* out);
   void (*quantize_row)(const QuantizeRowsArgs&);
   void (*quantize_groups)(const QuantizeGroupsArgs&);
   // x as bfloat16 or float16, to nearest even; as float32 it is copied.

@@ -61,8 +61,9 @@ constexpr void (*kSplit)(const SplitArgs&) = nullptr;
 const Kernels kKernels = {ROOFLAX_ISA_NAME, kTileRows,   ROOFLAX_TILED_FROM, kRowOffset,
                           kShortRow,        kSplit,      OrderInputs,        Matmul,
                           MatmulPart,       AddParts,    kPairs,             kUnembed,
-                          RunBefore,        QuantizeRow, QuantizeGroups,     Narrow,
-                          Widen,            kBytes,      Packed,             Attend,
+                          RunBefore,        Rotate,      QuantizeRow,        QuantizeGroups,
+                          Narrow,           Widen,       kBytes,             Packed,
+                          Attend,
                           Argmax,           Above,       ExpTotal,           ExpEach,
                           SumsAbove,        Draw,        kColumnsAtOnce,     Delta};
 

@@ -24,9 +24,11 @@ namespace {
 // Two of plain weights, every Code, and one more of plain weights.
 constexpr int64_t kCodesFrom = 2;
 enum class Layout : int64_t { kMatrix, kTable, kInt8, kFp8, kInt8Groups, kInt4, kMxfp4, kPairs = kCodesFrom + kCodes };
+constexpr int64_t kRotatedBytes = 2;  // the attribute `bytes` of a call that rotates; 1 does not, 0 keeps activations
 // By the names of ops/formats.py.
 constexpr std::pair<const char*, Layout> kLayouts[] = {
     {"matrix", Layout::kMatrix}, {"table", Layout::kTable}, {"int8", Layout::kInt8},
+    {"int8-h64", Layout::kInt8},
     {"fp8", Layout::kFp8}, {"int8-g32", Layout::kInt8Groups}, {"int4", Layout::kInt4},
     {"mxfp4", Layout::kMxfp4}, {"pairs", Layout::kPairs}};
 constexpr std::pair<const char*, Code> kBlockTypes[] = {
@@ -48,6 +50,7 @@ struct Inputs {
 struct Matmul {
   Layout layout;
   bool bytes;  // activations as int8
+  bool rotated;  // in bytes: rows are rotated before they are rounded, as the weights were
   bool ordered;  // inputs in the order in which a matrix is read
   bool half_rows, half_sums;  // x, and y with what is added to it, are bfloat16
   bool narrow;  // rows are rounded to bfloat16 before they meet weights of bfloat16
@@ -128,13 +131,14 @@ void SetPacked(const Inputs& in, int64_t axis, Matmul& p, const char*& why) {
   const int64_t sums = p.layout == Layout::kInt8 ? panels * kPanel * p.stack : 0;
   Fits(static_cast<int64_t>(in.w_sum.element_count()) == sums, why, "number of sums");
   Fits(!(p.bytes && p.layout == Layout::kFp8), why, "fp8 with activations in bytes");
+  Fits(!p.rotated || (p.layout == Layout::kInt8 && p.inner % kRotated == 0), why, "rotated inputs");
 }
 
 void SetPlain(const Inputs& in, int64_t axis, Matmul& p, const char*& why) {
   const bool table = p.layout == Layout::kTable, pairs = p.layout == Layout::kPairs;
   if (!Fits(Rank(in.w) == axis + (pairs ? 5 : 2), why, "rank of w")) return;
   Fits(WidthOf(in.w.element_type(), p.width) && IsPlain(p.width), why, "type of w");
-  Fits(!p.bytes, why, "activations in bytes");
+  Fits(!p.bytes && !p.rotated, why, "activations in bytes");
   const bool halves = p.width == Width::kBfloat16;
   const Kernels& kernels = ChosenKernels();
   p.narrow = p.narrow && halves;
@@ -265,6 +269,12 @@ int64_t BytesAt(const Matmul& p, int64_t first) { return first * RowBytes(p.stri
 // Row i as bytes of kInt8: whole, or as one of a tile of rows.
 void QuantizeRow(const Matmul& p, const float* x, int64_t i, Prepared& out) {
   const Kernels& kernels = ChosenKernels();
+  if (p.rotated) {
+    static thread_local std::vector<float> rotated;
+    rotated.resize(static_cast<size_t>(p.inner));
+    kernels.rotate(x, p.inner, rotated.data());
+    x = rotated.data();
+  }
   const int64_t tile = out.tile_begin[i], count = out.tile_end[i] - tile, run = out.run_begin[i];
   if (!IsTiled(kernels, Code::kInt8, out.run_end[i] - run)) {
     uint8_t* q = out.bytes.data() + BytesAt(p, run) + (i - run) * p.stride;
@@ -570,6 +580,7 @@ ffi::Error Call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::A
   Matmul product{};
   product.layout = static_cast<Layout>(layout);
   product.bytes = bytes != 0;
+  product.rotated = bytes == kRotatedBytes;
   product.narrow = narrow != 0;
   product.before.kind = kind;
   product.before.gated = gated != 0;
@@ -596,6 +607,11 @@ ROOFLAX_HANDLER(rooflax_matmul, Call,
                     .Attr<float>("limit"));
 
 }  // namespace rooflax
+
+// Each 64 of x rotated.
+extern "C" __attribute__((visibility("default"))) void rooflax_rotate(const float* x, int64_t count, float* out) {
+  rooflax::ChosenKernels().rotate(x, count, out);
+}
 
 // Names of the layouts of w and their numbers: "matrix=0 table=1 ...".
 extern "C" __attribute__((visibility("default"))) const char* rooflax_layouts() {

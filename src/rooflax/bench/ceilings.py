@@ -118,6 +118,8 @@ def multiply_rate(library: ctypes.CDLL, multiplied: str, threads: int) -> float:
     if issubclass(kind := CLASSES.get(multiplied, Quantized), Block):
         linear = kind.bits <= 4 and not multiplied.startswith("iq")
         multiplied = "int4" if linear else "int8-g32"
+    elif kind.rotates_inputs:  # once a row, before it is multiplied as int8
+        multiplied = "int8"
     return library.rooflax_multiply_rate(multiplied.encode(), threads, MULTIPLY_OPERATIONS)
 
 

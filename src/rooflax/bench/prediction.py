@@ -24,7 +24,7 @@ from rooflax.loading.plan import Plan
 from rooflax.models.memory import ONE_DEVICE
 from rooflax.nn.decoder import Decoder
 from rooflax.ops import native
-from rooflax.ops.formats import format_of
+from rooflax.ops.formats import ELSEWHERE, format_of
 
 ROWS, PROMPT, CONTEXT = 8, 64, 72
 """Of the steps in the table: rows of several sequences, tokens of a prompt, and a decode step's
@@ -141,6 +141,7 @@ def predict(plan: Plan) -> dict[str, Any] | None:
     read = ceiling_reader(steps["decode 1"][1].total_bytes, multiplied_as(plan.storage))
     readings = [read() for _ in range(READINGS)]
     format = format_of(plan.storage.format, head=False)
+    format = ELSEWHERE.get(format, format)  # the same bytes and, but for a rotation, kernels
     found: dict[str, Any] = {}
     least = 0.0  # a step of several rows takes no less than that of one
     for kind, (tokens, cost) in steps.items():

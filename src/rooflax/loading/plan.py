@@ -45,6 +45,7 @@ from rooflax.nn.mesh import make_mesh, shards_of
 from rooflax.nn.shards import Shards, config_on
 from rooflax.nn.storage import Storage
 from rooflax.ops import accelerator, kernels
+from rooflax.ops.formats import format_on
 from rooflax.ops.linear.api import LINEAR
 from rooflax.ops.native import prefers_pairs
 
@@ -380,7 +381,7 @@ def resolve_precision(
     if (own or is_packed(info.raw_config)) and asked.quantize is None and info.folder is not None:
         prequantized = info.prequantized().formats
     keeps_bfloat16 = own and reads_bfloat16 and _is_bfloat16(info)
-    storage = Storage(dtype, asked.quantize, keeps_bfloat16, prequantized)
+    storage = Storage(dtype, format_on(platform, asked.quantize), keeps_bfloat16, prequantized)
     is_coarse = storage.quantizes_activations and dtype == "float32" and platform == "cpu"
     return asked.kv_dtype or ("float16" if is_coarse else dtype), storage
 

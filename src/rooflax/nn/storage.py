@@ -19,8 +19,9 @@ import numpy as np
 from rooflax.errors import RequestError
 from rooflax.nn.shards import Shards, split_axes
 from rooflax.nn.weights import Float32, PlusOne, Reordered, Shape, Slot, TensorLayout
-from rooflax.ops.formats import FORMATS, GROUP, KNOWN, format_of, formats_of
+from rooflax.ops.formats import GROUP, KNOWN, format_of, formats_of
 from rooflax.ops.weights import Pairs, Quantized, class_of, pack_pairs, packed_bytes, quantize
+from rooflax.ops.weights.rotation import BLOCK
 
 if TYPE_CHECKING:
     from rooflax.nn.decoder import Decoder
@@ -177,10 +178,12 @@ class WeightPlan:
         """
         formats = () if self.format is None else formats_of(self.format)
         if not all(class_of(format).fits(inner) for format in formats):
+            rotates = any(class_of(format).rotates_inputs for format in formats)
+            size = BLOCK if rotates else GROUP
             raise RequestError(
                 f"{self.slot.name} has {inner} inputs on each device, which {self.format} cannot "
-                f"keep in groups of {GROUP} ({inner} = {inner // GROUP} x {GROUP} + "
-                f"{inner % GROUP}); choose a smaller tensor axis, another format, or a `dtype` in "
+                f"keep in groups of {size} ({inner} = {inner // size} x {size} + "
+                f"{inner % size}); choose a smaller tensor axis, another format, or a `dtype` in "
                 f"place of the file's blocks."
             )
 
@@ -230,7 +233,8 @@ class Storage:
     ) -> WeightPlan:
         """The decision about a weight.
 
-        int8 stands in where groups of 32 do not divide the inputs.
+        int8 stands in where groups of 32 do not divide the inputs, and int8 without rotation where
+        blocks of 64 do not divide those of a device.
 
         Args:
             is_bfloat16: the checkpoint has its tensors in bfloat16.
@@ -238,17 +242,20 @@ class Storage:
         """
         line, head = slot.line, is_head(slot, config)
         shape, own = line.shape(config.axis_sizes), self.quantize is None
+        axes = split_axes(line, shards) if shards else (None,) * len(shape)
         is_prequantized = own and slot.name in self.prequantized
         found = self.prequantized.get(slot.name) if own else None
         multiplies = is_matmul(slot, config)
         if self.quantize is not None and multiplies:
             found = format_of(self.quantize, head=head)
             inner = math.prod(_matmul_shape(slot, shape, head)[0])
+            if class_of(found).rotates_inputs:
+                inputs = axes[1:] if head else axes[line.num_stacked : line.num_inputs]
+                inner //= math.prod(getattr(shards, axis) for axis in inputs if axis)
             if not class_of(found).fits(inner):
-                found = "w8a8" if FORMATS[found].quantizes_activations else "w8a16"
+                found = "w8a8" if KNOWN[found].quantizes_activations else "w8a16"
         stays = self.keeps_bfloat16 and is_bfloat16 and (multiplies or slot.key in TABLES)
         dtype = "float32" if is_float32(line.layout) else "bfloat16" if stays else self.dtype
-        axes = split_axes(line, shards) if shards else (None,) * len(shape)
         is_resident = slot.layer not in self.offloaded
         is_plain = found is None and dtype == "bfloat16"
         is_paired = self.pairs_bfloat16 and is_plain and multiplies and not head

@@ -1,7 +1,8 @@
 """Names of the weight formats. A format states both widths: w4a8 is 4 bits times 8.
 
 "a16" leaves the activations as they are, "a8" rounds them to int8. "g32" scales int8 weights in
-groups of 32 inputs instead of one scale per output. int4 and MXFP4 always have groups of 32.
+groups of 32 inputs instead of one scale per output; "h64" rotates inputs in blocks of 64 first, so
+that one scale is enough. int4 and MXFP4 always have groups of 32.
 """
 
 from __future__ import annotations
@@ -41,9 +42,12 @@ FORMATS = {
     "mxfp4-a16": Format("mxfp4", False),
     "fp8-a16": Format("fp8", False),
 }
-KNOWN = ChainMap[str, Format]({}, FORMATS)
+CPU_FORMATS = {"w8a8-h64": Format("int8-h64", True)}
+"""Formats that kernels of CPUs alone read; `format_on` says what others get."""
+ELSEWHERE = {"w8a8-h64": "w8a8"}
+KNOWN = ChainMap[str, Format]({}, CPU_FORMATS, FORMATS)
 """These and what files hold beside them, which `quantize` does not make; their classes add it."""
-ALIASES = {"int8": "w8a8", "int4": "w4a8", "mxfp4": "mxfp4-a8", "fp8": "fp8-a16"}
+ALIASES = {"int8": "w8a8-h64", "int4": "w4a8", "mxfp4": "mxfp4-a8", "fp8": "fp8-a16"}
 HEAD = "+head="
 BESIDE = "|"
 """Between the formats of a fused weight's tensors, in their order."""
@@ -71,12 +75,19 @@ def formats_of(name: str) -> tuple[str, ...]:
     return tuple(name.split(BESIDE))
 
 
+def format_on(platform: str, name: str | None) -> str | None:
+    """A resolved name with what a platform has in place of the formats of CPUs."""
+    if name is None or platform == "cpu":
+        return name
+    return HEAD.join(ELSEWHERE.get(part, part) for part in name.split(HEAD))
+
+
 def _resolved(part: str, whole: str) -> str:
     found = ALIASES.get(part, part)
-    if found not in FORMATS:
+    if found not in FORMATS and found not in CPU_FORMATS:
+        names = ", ".join((*ALIASES, *FORMATS, *CPU_FORMATS))
         raise RequestError(
-            f"quantize is {whole!r}; it must be one of {', '.join((*ALIASES, *FORMATS))}, or two "
-            f"as in int4{HEAD}int8.",
+            f"quantize is {whole!r}; it must be one of {names}, or two as in int4{HEAD}int8.",
             param="quantize",
         )
     return found

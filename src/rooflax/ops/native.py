@@ -24,11 +24,11 @@ TARGETS = (
     "rooflax_norm", "rooflax_zeros",
 )  # fmt: skip
 LAYOUTS = (
-    "matrix", "table", "pairs", "int8", "fp8", "int8-g32", "int4", "mxfp4", "q4_1", "q5_0",
-    "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs",
+    "matrix", "table", "pairs", "int8", "int8-h64", "fp8", "int8-g32", "int4", "mxfp4", "q4_1",
+    "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs",
 )  # fmt: skip
 """Of weights that its kernels read: plain ones, [in, out], [out, in] or `Pairs`, and codes."""
-KERNELS_VERSION = 14
+KERNELS_VERSION = 15
 """What the arguments of its functions mean; csrc/attention_ffi.cc says the library's."""
 OLDER = "the native library is not of this version; install rooflax again"
 INSTRUCTION_SETS = ("generic", "avx2", "avx512", "avx512-far", "amx")
@@ -190,6 +190,24 @@ def _num_threads() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def rotator() -> Callable[[np.ndarray], np.ndarray] | None:
+    """Rotates each 64 numbers of a float32 array; None without the library."""
+    library = load()
+    if library is None or not hasattr(library, "rooflax_rotate"):
+        return None
+    function = library.rooflax_rotate
+    function.restype = None
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+
+    def rotate(x: np.ndarray) -> np.ndarray:
+        own = np.ascontiguousarray(x, np.float32)
+        out = np.empty_like(own)
+        function(own.ctypes.data, own.size, out.ctypes.data)
+        return out
+
+    return rotate
 
 
 def instruction_set() -> str:

@@ -112,8 +112,14 @@ def models(tmp_path_factory):
         # a format is for the weights alone; the KV cache is float16 beside float32 on a CPU
         ("bfloat16", "cpu", {"quantize": "int4"}, "w4a8", "float32", "float16"),
         ("float32", "cpu", {"quantize": "w8a16"}, "w8a16", "float32", "float16"),
-        ("float32", "cpu", {"quantize": "int8", "kv_dtype": "int8"}, "w8a8", "float32", "int8"),
-        ("float32", "cpu", {"quantize": "int8", "dtype": "bfloat16"}, "w8a8", *["bfloat16"] * 2),
+        ("float32", "cpu", {"quantize": "int8", "kv_dtype": "int8"}, "w8a8-h64", "float32", "int8"),
+        (
+            "float32",
+            "cpu",
+            {"quantize": "int8", "dtype": "bfloat16"},
+            "w8a8-h64",
+            *["bfloat16"] * 2,
+        ),
         ("float32", "gpu", {"quantize": "int8"}, "w8a8", "bfloat16", "bfloat16"),
         ("float32", "gpu", {"quantize": "int8", "dtype": "float32"}, "w8a8", *["float32"] * 2),
         ("float32", "cpu", {"kv_dtype": "float8_e4m3fn"}, "float32", "float32", "fp8"),

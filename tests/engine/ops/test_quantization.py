@@ -11,7 +11,7 @@ import pytest
 
 import rooflax
 from rooflax.errors import CheckpointError, RequestError
-from rooflax.ops.formats import FORMATS, GROUP, format_of, resolve_format
+from rooflax.ops.formats import FORMATS, GROUP, format_of, format_on, resolve_format
 from rooflax.ops.host_arrays import ALIGNMENT
 from rooflax.ops.linear import linear, lookup
 from rooflax.ops.weights import class_of, pack, packed_bytes, quantize
@@ -201,10 +201,11 @@ def test_a_damaged_quantised_folder_is_rejected(tmp_path):
 
 
 def test_names():
-    assert resolve_format("int8") == "w8a8" == resolve_format("w8a8")
+    assert resolve_format("int8") == "w8a8-h64" and resolve_format("w8a8") == "w8a8"
     mixed = resolve_format("int4+head=int8")
-    assert mixed == "w4a8+head=w8a8" == resolve_format(mixed)
-    assert format_of(mixed, head=True) == "w8a8" and format_of(mixed, head=False) == "w4a8"
+    assert mixed == "w4a8+head=w8a8-h64" == resolve_format(mixed)
+    assert format_of(mixed, head=True) == "w8a8-h64" and format_of(mixed, head=False) == "w4a8"
+    assert format_on("cpu", mixed) == mixed and format_on("gpu", mixed) == "w4a8+head=w8a8"
     with pytest.raises(RequestError, match="int4.head=int8"):
         resolve_format("int4+tail=int8")
     assert not class_of("w4a8").fits(33)

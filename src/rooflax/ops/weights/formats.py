@@ -3,6 +3,7 @@
 With w the weight [in, out], q its codes, s its scales and g = k // 32:
 
     int8       w[k, n] ~ q[k, n] * s[n],       q in -127..127, s[n] = max over k of |w| / 127
+    int8-h64   H w ~ q[k, n] * s[n],           as int8, of a weight whose inputs are rotated
     int8-g32   w[k, n] ~ q[k, n] * s[g, n],    as ggml's Q8_0: s a float16
     int4       w[k, n] ~ (q[k, n] - 8) * s[g, n],  as ggml's Q4_0: q in 0..15, s a signed float16,
                the largest |w| of the group becomes -8
@@ -27,9 +28,11 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from rooflax.ops.formats import GROUP
-from rooflax.ops.weights.quantized import Encoded, Quantized, both_halves, split_blocks
+from rooflax.ops.weights.quantized import Encoded, Quantized, both_halves, quantize, split_blocks
+from rooflax.ops.weights.rotation import BLOCK, restore, rotate
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 E2M1_VALUES = np.concatenate([E2M1, -E2M1])
@@ -50,6 +53,39 @@ class Int8(Quantized):
         largest = np.abs(rows).max(axis=1)
         scales = largest / np.float32(127)
         return np.rint(rows * _inverse(scales)[:, None]).astype(np.int8), scales, largest
+
+
+class RotatedInt8(Int8):
+    """int8 with a float32 scale per output, of inputs rotated as `rotation` says.
+
+    Kernels that know no rotation read it after `restored`.
+    """
+
+    code, has_matrix, rotates_inputs = "int8-h64", False, True
+
+    @classmethod
+    def fits(cls, inner: int) -> bool:
+        return inner % BLOCK == 0
+
+    @staticmethod
+    def encoded(rows: np.ndarray) -> Encoded:
+        return Int8.encoded(restore(rows))
+
+    def activations(self, x: Float[Array, "rows in"]) -> Float[Array, "rows in"]:
+        return restore(super().activations(rotate(x)))
+
+    def numbers(self) -> Float[Array, "*stack in out"]:
+        return rotate(super().numbers().swapaxes(-1, -2)).swapaxes(-1, -2)
+
+    def take(self, ids: Int[Array, " n"]) -> Float[Array, "n in"]:
+        return rotate(super().take(ids))
+
+    def restored(self) -> Quantized:
+        codes, scales = self.unpacked()
+        rows = rotate(codes * scales[..., None])
+        shape = (*self.stack, *self.out_shape, *self.in_shape)
+        shapes = self.in_shape, self.out_shape
+        return quantize(rows.reshape(shape), "w8a8", *shapes, transposed=True, put=np.asarray)
 
 
 class Fp8(Quantized):

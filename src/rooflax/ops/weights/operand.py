@@ -105,11 +105,13 @@ class StoredOperand(Operand):
     Attributes:
         code: how numbers lie in its arrays, "matrix", "table", or a format's code.
         quantizes_activations: a matmul rounds activations to int8.
+        rotates_inputs: a matmul rotates activations first, as the weight's inputs were.
         packing: in which order codes lie, "panels" or "matrix"; None where nothing is packed.
     """
 
     code: str
     quantizes_activations: bool = False
+    rotates_inputs: bool = False
     packing: str | None = None
 
     @property

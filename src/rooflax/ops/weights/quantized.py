@@ -284,6 +284,10 @@ class Quantized(StoredOperand):
         scales = self.scales.at[panel, :, lane].get(mode="promise_in_bounds")
         return self.scaled(q, scales).reshape(*ids.shape, self.inner)
 
+    def restored(self) -> Quantized:
+        """A weight of host arrays whose inputs are not rotated: itself, or what comes nearest."""
+        return self
+
     def unpacked(self) -> tuple[np.ndarray, np.ndarray]:
         """Codes and scales of host arrays in panels, as `pack` takes them."""
         arrays = {"values": np.asarray(self.values), "scales": np.asarray(self.scales)}
@@ -448,6 +452,8 @@ def placed(
         put: them to where they stay.
     """
     w = class_of(format)(*arrays, format, in_shape, out_shape)  # type: ignore[arg-type]
+    if accelerator.platform() != "cpu":
+        w = w.restored()
     return jax.tree.map(put, as_matrix(w) if accelerator.platform() == "tpu" else w)
 
 

@@ -98,7 +98,7 @@ def test_the_policies_are_those_of_the_layers():
 
 def test_steps_or_tokens():
     for given in ({}, {"steps": 3, "tokens": 100}):
-        with pytest.raises(RequestError, match="exactly one"):
+        with pytest.raises(RequestError, match="give one of them"):
             TrainConfig(**given)
 
 

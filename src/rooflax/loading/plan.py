@@ -381,7 +381,8 @@ def resolve_precision(
     if (own or is_packed(info.raw_config)) and asked.quantize is None and info.folder is not None:
         prequantized = info.prequantized().formats
     keeps_bfloat16 = own and reads_bfloat16 and _is_bfloat16(info)
-    storage = Storage(dtype, format_on(platform, asked.quantize), keeps_bfloat16, prequantized)
+    quantize = asked.quantize and format_on(platform, asked.quantize)
+    storage = Storage(dtype, quantize, keeps_bfloat16, prequantized)
     is_coarse = storage.quantizes_activations and dtype == "float32" and platform == "cpu"
     return asked.kv_dtype or ("float16" if is_coarse else dtype), storage
 

@@ -75,9 +75,9 @@ def formats_of(name: str) -> tuple[str, ...]:
     return tuple(name.split(BESIDE))
 
 
-def format_on(platform: str, name: str | None) -> str | None:
+def format_on(platform: str, name: str) -> str:
     """A resolved name with what a platform has in place of the formats of CPUs."""
-    if name is None or platform == "cpu":
+    if platform == "cpu":
         return name
     return HEAD.join(ELSEWHERE.get(part, part) for part in name.split(HEAD))
 

@@ -12,7 +12,7 @@ from rooflax.ops import accelerator
 from rooflax.ops.attention.api import PAGED
 from rooflax.ops.attention.args import AttentionArgs
 from rooflax.ops.dispatch import Ran, what_ran
-from rooflax.ops.formats import ALIASES
+from rooflax.ops.formats import ALIASES, format_on
 from rooflax.ops.kv_pool import PlainPool, QuantizedPool
 from rooflax.ops.linear.api import LINEAR
 from rooflax.ops.linear.args import LinearArgs
@@ -61,7 +61,8 @@ def by_default() -> dict[str, dict[str, Ran]]:
         shapes = (sizes[:1], sizes[1:])
         if kind not in ALIASES:
             return Dense(_like((*stack, *sizes), kind), *shapes)
-        arrays, format = class_of(ALIASES[kind]).like(*sizes, stack), ALIASES[kind]
+        format = format_on(accelerator.platform(), ALIASES[kind])
+        arrays = class_of(format).like(*sizes, stack)
         return class_of(format)(*arrays, format, *shapes)  # type: ignore[arg-type]
 
     def experts(kind: str) -> MoeArgs:

@@ -12,7 +12,7 @@ from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_blocks import ROUNDED_ON_CPU, codes_and_scales, dequantize, rounded_codes
 from rooflax.loading.load import load_plan
 from rooflax.loading.plan import make_plan
-from rooflax.ops.weights import packed_format
+from rooflax.ops.weights import Pairs, packed_format
 from tests import gguf_cases, goldens
 from tests.marks import cases
 
@@ -28,7 +28,11 @@ def is_packed(leaf):
 
 
 def leaves(model):
-    return jax.tree.leaves(model.weights, is_leaf=is_packed)
+    """Weights, those of `Pairs` as arrays."""
+    found = jax.tree.leaves(
+        model.weights, is_leaf=lambda leaf: is_packed(leaf) or isinstance(leaf, Pairs)
+    )
+    return [w.matrix().reshape(w.shape) if isinstance(w, Pairs) else w for w in found]
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_the_estimate_counts_what_the_arrays_really_take(folder, dtype):
     info = model_info(folder)
     need = estimate(
         info.config,
-        storage=Storage(dtype),
+        storage=make_plan(folder, dtype=dtype).storage,
         kv_dtype=dtype,
         rows=3,
         tokens=64,

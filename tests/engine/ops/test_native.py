@@ -365,7 +365,7 @@ def test_the_library_has_our_layouts_by_their_names(monkeypatch, rejected):
     assert sorted(native.layouts()) == sorted(native.LAYOUTS)
     assert len(set(native.layouts().values())) == len(native.LAYOUTS) - 1  # int8-h64 lies as int8
     monkeypatch.setattr(native, "LAYOUTS", (*native.LAYOUTS, "int3"))
-    assert "has matrix, table, int8" in (why := rejected()) and "int3" in why
+    assert "has matrix, table, pairs" in (why := rejected()) and "int3" in why
 
 
 def test_a_library_that_does_not_fit_is_not_registered(monkeypatch, rejected):

@@ -13,6 +13,7 @@ from rooflax.loading.safetensors import SafetensorsFile
 from rooflax.loading.save import save, save_model
 from rooflax.models.model import Model
 from rooflax.nn.batch import Batch
+from rooflax.ops.weights import Pairs
 from rooflax.train.loop import run_training
 from rooflax.train.tokenizer_training import END_OF_TEXT, save_tokenizer
 from tests.marks import cases
@@ -41,7 +42,12 @@ SHALLOW = {"gpt_oss": {"num_hidden_layers": 2}}
 
 
 def leaves(weights):
-    """Arrays by name."""
+    """Arrays by name, those of `Pairs` in the order of their axes."""
+
+    def plain(leaf):
+        return leaf.matrix().reshape(leaf.shape) if isinstance(leaf, Pairs) else leaf
+
+    weights = jax.tree.map(plain, weights, is_leaf=lambda leaf: isinstance(leaf, Pairs))
     found = jax.tree_util.tree_leaves_with_path(weights)
     return {jax.tree_util.keystr(p, simple=True, separator="."): np.asarray(x) for p, x in found}
 

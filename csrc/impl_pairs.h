@@ -1,4 +1,4 @@
-// Matmuls with bfloat16 in panels of pairs, see PairArgs. Part of kernels_impl.h.
+// Matmuls with bfloat16 in panels of pairs, see kPairBlockBytes. Part of kernels_impl.h.
 //
 // Inputs of even and of odd numbers are summed apart, each in their order, whatever the number of rows.
 

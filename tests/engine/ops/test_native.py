@@ -363,7 +363,7 @@ def rejected(monkeypatch):
 
 def test_the_library_has_our_layouts_by_their_names(monkeypatch, rejected):
     assert sorted(native.layouts()) == sorted(native.LAYOUTS)
-    assert len(set(native.layouts().values())) == len(native.LAYOUTS) - 1  # int8-h64 lies as int8
+    assert len(set(native.layouts().values())) == len(native.LAYOUTS) - 1  # int8-h64 is int8
     monkeypatch.setattr(native, "LAYOUTS", (*native.LAYOUTS, "int3"))
     assert "has matrix, table, pairs" in (why := rejected()) and "int3" in why
 

@@ -156,7 +156,8 @@ def attention_case(
     else:
         pools = [pool.astype(kind) for pool in pools]
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(pools))
-    dtype = "float32" if kind == "float32" or queries == 1 else "bfloat16"
+    on_tensor_cores = kind == "bfloat16"  # whose weights are rounded
+    dtype = "bfloat16" if on_tensor_cores else "float32"
     q = jax.random.normal(keys[2], (rows, queries, heads, head_dim)).astype(dtype)
     lengths = jnp.asarray([table * block - 7 * row for row in range(rows)], jnp.int32)
     order = jax.random.permutation(keys[3], jnp.arange(1, blocks, dtype=jnp.int32))
@@ -179,7 +180,7 @@ def attention_case(
         wanted = exact(q.astype(jnp.float32), *given)
     with as_a_gpu():
         run = jax.jit(partial(paged_attention, implementation=implementation or "pallas"))
-        tolerance = 2**-7 if queries > 1 else 1e-4  # weights are rounded for the tensor cores
+        tolerance = 2**-7 if on_tensor_cores else 1e-4
         row = compared(run(q, *given).astype(jnp.float32), wanted, tolerance)
         row["seconds"] = seconds_each(run, q, *given, **few(tiny))
     if queries == 1 and window is None and not patterned:

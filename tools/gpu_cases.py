@@ -58,12 +58,10 @@ def products() -> Iterator[Case]:
     for format in FORMATS:
         kind = class_of(format)
         w = kind(*kind.like(inner, outer), format, (inner,), (outer,))  # type: ignore[arg-type]
-        few = linear.FEWER_ROWS.get(w.code, linear.FEW_ROWS)
         tiled = not w.quantizes_activations
-        for rows in (1, 4, 8, 16, 64, 512) if tiled else (1, 4, 8, 9, linear.MOST_ROWS):
-            x, taken = Struct((rows, inner), jnp.bfloat16), rows > few and tiled
-            ways = (taken, not taken) if rows == 8 and tiled else (taken,)
-            for tiles in (False,) if rows == 4 else ways:  # a tile of four would be one of eight
+        for rows in (1, 8, 16, 64, 512) if tiled else (1, 4, 8, 9, linear.MOST_ROWS):
+            x, taken = Struct((rows, inner), jnp.bfloat16), rows > 1 and tiled
+            for tiles in (taken, not taken) if rows == 8 and tiled else (taken,):
                 name = f"linear {format}, rows {rows}"
                 name += "" if tiles == taken else " by tiles" if tiles else " by few rows"
                 run = by_tiles if tiles else by_few_rows

@@ -20,11 +20,10 @@ VALUES_TILE = (8, 64)
 """Rows and columns of plain values that a warpgroup takes at a time: four a thread."""
 
 
-def words_layout() -> Any:
-    """Of [32, 16] words: a warp has eight rows, a thread four neighbours of one of them."""
-    return plgpu.Layout.TILED(
-        plgpu.Tiling((WORDS_TILE, (8, 4))), warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1
-    )
+def words_layout(columns: int = 16) -> Any:
+    """Of [32, 16] words: a warp has eight rows, a thread a quarter of one of them."""
+    tiling = plgpu.Tiling(((32, columns), (8, columns // 4)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1)
 
 
 def values_layout(tile: tuple[int, int] = VALUES_TILE) -> Any:
@@ -89,6 +88,7 @@ def launch(
     *,
     scratch_bytes: int = 2048,
     by_lane: bool = False,
+    barriers: bool = True,
     **how: Any,
 ) -> Callable[..., Any]:
     """A kernel of one warpgroup per program, unless `how` says more.
@@ -99,8 +99,10 @@ def launch(
         scratch_bytes: shared memory for sums over rows.
         by_lane: the body says every layout, which lowers in a fraction of the time that it takes
             Mosaic to infer them.
+        barriers: around every access of shared memory; without, the body has its own.
     """
     semantics = plgpu.LoweringSemantics.Lane if by_lane else plgpu.LoweringSemantics.Warpgroup
+
     return plgpu.kernel(
         body,
         out_type=out,
@@ -109,6 +111,7 @@ def launch(
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=semantics,
             reduction_scratch_bytes=scratch_bytes,
+            unsafe_no_auto_barriers=not barriers,
         ),
         **how,
     )

@@ -1,8 +1,8 @@
 """Instructions of NVIDIA GPUs on four bytes at a time, for Mosaic GPU's kernels: dot products of
-them, and looking them up.
+them, looking them up, and what rounds numbers and joins them to bytes.
 
-Mosaic GPU has no operation for either, so each is a primitive with two meanings: one instruction in
-a kernel on a GPU, and JAX's operations everywhere else, which is what interpretation runs. Imported
+Mosaic GPU has no operation for any, so each is a primitive with two meanings: instructions in a
+kernel on a GPU, and JAX's operations everywhere else, which is what interpretation runs. Imported
 inside functions only, as `ops.mosaic` is.
 """
 
@@ -13,12 +13,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax._src.pallas.mosaic_gpu import lowering
 from jax.experimental.mosaic import gpu as _mgpu
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 mgpu: Any = _mgpu
 
@@ -41,6 +42,17 @@ def looked_up(table: tuple[int, int], index: jax.Array) -> jax.Array:
         table: its first four bytes, and the others.
     """
     return _LOOKED_UP.bind(index, table=table)
+
+
+def nearest(x: jax.Array) -> jax.Array:
+    """Float32 numbers rounded to the nearest of 16 bits, halves to even; NaN to 0."""
+    return _NEAREST.bind(x)
+
+
+def joined(x: jax.Array, first: int = 0, count: int = 4) -> jax.Array:
+    """Sums of some of each four neighbours, of int32 [32, 16] in `mosaic.words_layout`, where one
+    thread has them: [32, 4]."""
+    return _JOINED.bind(x, first=first, count=count)
 
 
 def _dot4(a: jax.Array, b: jax.Array, total: jax.Array, *, signed: tuple[bool, bool]) -> jax.Array:
@@ -66,21 +78,39 @@ def _looked_up(index: jax.Array, *, table: tuple[int, int]) -> jax.Array:
     return found
 
 
-def _primitive(name: str, meaning: Callable[..., jax.Array], in_kernel: Callable) -> Primitive:
-    """Elementwise on int32 arrays of one shape."""
+def _nearest(x: jax.Array) -> jax.Array:
+    bounded = jnp.clip(jnp.round(x), -(2.0**15), 2.0**15 - 1)
+    return jnp.where(x == x, bounded, 0.0).astype(jnp.int32)
+
+
+def _joined(x: jax.Array, *, first: int, count: int) -> jax.Array:
+    return x.reshape(len(x), -1, 4)[:, :, first : first + count].sum(axis=2)
+
+
+def _primitive(
+    name: str,
+    meaning: Callable[..., jax.Array],
+    in_kernel: Callable,
+    shape: Callable[..., Any] = lambda *avals, **_: avals[0],
+) -> Primitive:
+    """Elementwise on int32 arrays of one shape, unless `shape` says more."""
     made = Primitive(name)
     made.def_impl(meaning)
-    made.def_abstract_eval(lambda *avals, **_: avals[0])
+    made.def_abstract_eval(shape)
     mlir.register_lowering(made, mlir.lower_fun(meaning, multiple_results=False))
     register = lowering.register_lowering_rule(made, mgpu.LoweringSemantics.Lane)
     register(lambda _, *arrays, **how: in_kernel(*arrays, **how))
     return made
 
 
-def _instruction(text: str, *arrays: Any) -> Any:
-    """One instruction on each register of fragmented arrays, whose elements may be vectors."""
+def _instruction(text: str, *arrays: Any, kind: str = "r") -> Any:
+    """One instruction on each register of fragmented arrays, whose elements may be vectors.
+
+    Args:
+        kind: of registers that it takes, as PTX names them: r for int32, f for float32.
+    """
     i32 = ir.IntegerType.get_signless(32)
-    inputs = ",".join("r" for _ in arrays)
+    inputs = ",".join(kind for _ in arrays)
 
     def once(*values: Any) -> Any:
         return llvm.inline_asm(i32, values, text, f"=r,{inputs}", has_side_effects=False)
@@ -88,16 +118,15 @@ def _instruction(text: str, *arrays: Any) -> Any:
     def every(*registers: Any) -> Any:
         if not isinstance(registers[0].type, ir.VectorType):
             return once(*registers)
-        found = registers[0]
-        for place in range(ir.VectorType(found.type).shape[0]):
-            values = (
-                vector.extract(r, dynamic_position=[], static_position=[place]) for r in registers
-            )
-            one = once(*values)
-            found = vector.insert(one, found, dynamic_position=[], static_position=[place])
-        return found
+        (count,) = ir.VectorType(registers[0].type).shape
+        found = [once(*(_element(r, place) for r in registers)) for place in range(count)]
+        return vector.from_elements(ir.VectorType.get((count,), i32), found)
 
     return arrays[0]._pointwise(every, *arrays[1:], output_is_signed=True)
+
+
+def _element(register: Any, place: int) -> Any:
+    return vector.extract(register, dynamic_position=[], static_position=[place])
 
 
 def _dot4_in_kernel(a: Any, b: Any, total: Any, *, signed: tuple[bool, bool]) -> Any:
@@ -110,5 +139,32 @@ def _looked_up_in_kernel(index: Any, *, table: tuple[int, int]) -> Any:
     return _instruction(f"prmt.b32 $0, {low}, {high}, $1;", index)
 
 
+def _nearest_in_kernel(x: Any) -> Any:
+    text = "{ .reg .s16 t; cvt.rni.s16.f32 t, $1; cvt.s32.s16 $0, t; }"
+    return _instruction(text, x, kind="f")
+
+
+def _joined_in_kernel(x: Any, *, first: int, count: int) -> Any:
+    from rooflax.ops.mosaic import words_layout
+
+    shape, layout = (x.shape[0], x.shape[1] // 4), words_layout(x.shape[1] // 4).to_mgpu()
+    (register,) = x.registers.flat
+    total = _element(register, first)
+    for place in range(first + 1, first + count):
+        total = arith.addi(total, _element(register, place))
+    registers = np.empty(layout.registers_shape(shape), object)
+    registers.flat[0] = vector.broadcast(ir.VectorType.get((1,), total.type), total)
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
+
+
 _DOT4 = _primitive("dot4", _dot4, _dot4_in_kernel)
 _LOOKED_UP = _primitive("looked_up", _looked_up, _looked_up_in_kernel)
+_NEAREST = _primitive(
+    "nearest", _nearest, _nearest_in_kernel, lambda x: x.update(dtype=jnp.dtype(jnp.int32))
+)
+_JOINED = _primitive(
+    "joined",
+    _joined,
+    _joined_in_kernel,
+    lambda x, **_: x.update(shape=(x.shape[0], x.shape[1] // 4)),
+)

@@ -136,36 +136,20 @@ def test_launches_at_most():
 
 
 def table():
-    """Six launches a layer and ten besides, two instructions a weight; eight rows, eight."""
-    step = {"launches": 6, "besides": 10}
-    names = [model.step for model in gpu_estimate.MODELS] + list(gpu_estimate.WAYS.values())
+    """Six launches a layer and ten besides, two instructions a weight."""
+    names = [model.step for model in gpu_estimate.MODELS]
     kernels = {model.kernel: {"per_weight": 2.0} for model in gpu_estimate.MODELS}
-    for format, _ in gpu_estimate.FORMATS.values():
-        for rows in (4, 8):
-            kernels[f"linear {format}, rows {rows}"] = {"per_weight": 1.0 * rows}
-    return {"kernels": kernels, "steps": dict.fromkeys(names, step)}
+    return {"kernels": kernels, "steps": dict.fromkeys(names, {"launches": 6, "besides": 10})}
 
 
 def test_a_step_reads_multiplies_and_launches():
-    """7.5e9 weights of bfloat16: 15 GB at 4.3 TB/s, less at 33.5e12 instructions a second, and 202
-    launches of 2.1 us."""
+    """7.5e9 weights of bfloat16: 15 GB at 3.53 TB/s, less at 33.5e12 instructions a second, and 202
+    launches of 3.06 us."""
     _, _, bf16, *_ = gpu_estimate.of_one_row(table())
-    reads, multiplies = 15e9 / 4.3e12, 15e9 / (132 * 128 * 1.98e9)
+    reads, multiplies = 15e9 / 3.53e12, 15e9 / (132 * 128 * 1.98e9)
     launches = 32 * 6 + 10
-    total = reads + launches * 2.1e-6
-    room = (reads / 0.75 - reads) / 2.1e-6
+    total = reads + launches * 3.06e-6
+    room = (reads / 0.75 - reads) / 3.06e-6
     cells = [f"{reads * 1e3:.2f} ms", f"{multiplies * 1e3:.2f} ms", f"{launches}"]
     cells += [f"{total * 1e3:.2f} ms", f"{reads / total:.0%}", "75%", f"{room:.0f}"]
     assert bf16.split(" | ")[1:] == [*cells[:-1], f"{cells[-1]} |"]
-
-
-def test_several_rows_take_what_binds_them():
-    """Reading, instructions, or `dp4a` at half their rate: two bytes a row, four weights each."""
-    some = table()
-    assert gpu_estimate.cycles(some, "w4a16", 8, "few rows") == 8.0
-    some["kernels"]["linear w4a16, rows 8 by few rows"] = {"per_weight": 3.0}
-    assert gpu_estimate.cycles(some, "w4a16", 8, "few rows") == 2 * 8 * 2 / 4
-    assert gpu_estimate.cycles(some, "w4a16", 4, "tiles") == 8.0  # a tile has eight rows
-    *_, eight = gpu_estimate.of_several_rows(some)
-    step = 7.5e9 * 8 / (132 * 128 * 1.98e9) + 202 * 2.1e-6
-    assert eight.startswith(f"| 8 | {step * 1e3:.2f} / {step * 1e3:.2f} |")

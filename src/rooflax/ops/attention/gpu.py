@@ -1,7 +1,8 @@
 """Attention over the blocks of a pool on a GPU: the blocks are read in place, by their table.
 
-Few queries (decoding, drafts) go to gpu_split.py, many (prompts) to gpu_flash.py. Both visit the
-tiles of keys that plan.py lists for them, and give sums that are merged here, with the sinks.
+bfloat16 goes to the tensor cores (gpu_flash.py), few queries over other pools to gpu_split.py. Both
+visit the tiles of keys that plan.py lists for them, and give sums that are merged here, with the
+sinks.
 
 Interpret mode shows that the kernels mean what the reference says; lowering and assembling for
 sm_90a show that they compile. No GPU has run them yet.
@@ -37,7 +38,8 @@ def paged_attention(
     group = heads // kv_heads
     queries = q.reshape(rows, length, kv_heads, group, head_dim).swapaxes(1, 2)
     queries = queries.reshape(rows, kv_heads, length * group, head_dim)
-    attend = split if length * group <= MOST_QUERIES else flash
+    few = length * group <= MOST_QUERIES
+    attend = split if few and _no_tensor_cores(q, k_pool) else flash
     partials = attend(queries, k_pool, v_pool, paging, args)
     by_query = None
     if args.sinks is not None:
@@ -69,18 +71,19 @@ def unsupported(
         return f"attention's GPU kernel takes heads of up to {WIDEST}, not {head_dim}"
     if q.shape[1] * (q.shape[2] // kv_heads) <= MOST_QUERIES:
         return None
+    why = _no_tensor_cores(q, k_pool)
+    return why and f"{why}, for more than {MOST_QUERIES} queries of a K/V head"
+
+
+def _no_tensor_cores(q: Any, k_pool: Pool) -> str | None:
+    """Why `gpu_flash` does not take them."""
+    block_size, head_dim = k_pool.values.shape[2:]
     if not q.dtype == k_pool.values.dtype == jnp.bfloat16:
-        return (
-            f"attention's GPU kernel takes more than {MOST_QUERIES} queries of a K/V head in "
-            "bfloat16 over bfloat16 only"
-        )
+        return "attention's tensor cores take bfloat16 over bfloat16"
     if TILE % block_size:
         return f"attention's tensor cores take no blocks of {block_size}"
     if head_dim > gpu_flash.WIDEST:
-        return (
-            f"attention's tensor cores take heads of up to {gpu_flash.WIDEST}, not {head_dim}, in "
-            f"more than {MOST_QUERIES} queries of a K/V head"
-        )
+        return f"attention's tensor cores take heads of up to {gpu_flash.WIDEST}, not {head_dim}"
     return None
 
 

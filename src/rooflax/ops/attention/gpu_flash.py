@@ -1,8 +1,9 @@
-"""Attention of many queries on a GPU (prompts, in chunks from any offset), on the tensor cores.
+"""Attention in bfloat16 on a GPU's tensor cores: prompts in chunks from any offset, and decoding.
 
-Flash attention in bfloat16. The queries of one row and K/V head are rows of one matrix, their
-positions beside them, so that a tile of 64 serves all heads of a group; keys and values come block
-by block by TMA, a tile ahead.
+Flash attention. The queries of one row and K/V head are rows of one matrix, their positions beside
+them, so that a tile of 64 serves all heads of a group; keys and values come block by block by TMA,
+some tiles ahead. Where tiles of queries are too few for the card, programs share the keys that a
+tile visits; the caller merges the shares.
 """
 
 from __future__ import annotations
@@ -24,6 +25,13 @@ TILE = 64
 """Queries, and keys, that a warpgroup multiplies at a time."""
 WIDEST = 256
 """Elements of a head: what one product on the tensor cores gives, and shared memory holds."""
+STAGES = 2
+"""Tiles of keys and values on their way to shared memory: with three a multiprocessor has room for
+one program."""
+ENOUGH_PROGRAMS = 264
+"""Two for each of an H200's 132 multiprocessors: below it contexts are split."""
+LEAST_TILES = 2
+"""Of keys in a share, so that merging stays small beside reading."""
 
 
 def flash(
@@ -33,7 +41,7 @@ def flash(
     paging: Paging,
     args: AttentionArgs,
 ) -> tuple[Array, Array, Array]:
-    """What `split` gives, of one share."""
+    """What `split` gives."""
     from rooflax.ops.mosaic import launch
 
     rows, kv_heads, num_queries, _ = q.shape
@@ -45,24 +53,35 @@ def flash(
     paging, num_tiles = replace(paging, positions=positions), -(-table_len * block_size // TILE)
     visits = visible_tiles(paging, args, queries=TILE, keys=TILE, num_tiles=num_tiles)
 
+    tiles = q.shape[2] // TILE
+    splits = splits_of(rows * kv_heads * tiles, num_tiles, args.window)
+
     def attention_flash(*refs: Any) -> None:
         to_base_2 = np.float32(args.scale * np.log2(np.e))
-        _program(*refs, listed=visits.order is not None, to_base_2=to_base_2, sees=args.sees)
+        listed = visits.order is not None
+        _program(*refs, listed=listed, splits=splits, to_base_2=to_base_2, sees=args.sees)
 
-    numbers = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
+    shape = rows, kv_heads, splits, q.shape[2]
+    numbers = jax.ShapeDtypeStruct(shape, jnp.float32)
     run = launch(
         attention_flash,
-        (numbers, numbers, jax.ShapeDtypeStruct(q.shape, jnp.float32)),
-        {"tile": q.shape[2] // TILE, "head": kv_heads, "row": rows},
-        scratch_types=_scratch(q.shape[3], TILE // block_size),
+        (numbers, numbers, jax.ShapeDtypeStruct((*shape, q.shape[3]), jnp.float32)),
+        {"tile": tiles, "head": kv_heads, "row": rows, "split": splits},
+        scratch_types=scratch(q.shape[3], TILE // block_size),
     )
     found = run(q, k_pool.values, v_pool.values, *jax.tree.leaves((paging, visits)))
-    highs, sums, outs = (a[:, :, None, :num_queries] for a in found)
+    highs, sums, outs = (a[:, :, :, :num_queries] for a in found)
     return highs, sums, outs
 
 
-def _scratch(head_dim: int, blocks: int) -> list[Any]:
-    """Shared memory for queries, keys and values (two tiles each) and weights; and who waits."""
+def splits_of(programs: int, num_tiles: int, window: int | None) -> int:
+    """Shares of the tiles of keys that one of so many programs visits."""
+    most = num_tiles if window is None else min(num_tiles, window // TILE + 2)
+    return max(1, min(most // LEAST_TILES, ENOUGH_PROGRAMS // programs))
+
+
+def scratch(head_dim: int, blocks: int) -> list[Any]:
+    """Shared memory for queries, keys and values (some tiles each) and weights; and who waits."""
     from rooflax.ops.mosaic import plgpu, swizzled
 
     def of_bfloat16(*shape: int) -> Any:
@@ -70,11 +89,11 @@ def _scratch(head_dim: int, blocks: int) -> list[Any]:
 
     return [
         of_bfloat16(TILE, head_dim),
-        of_bfloat16(2, TILE, head_dim),
-        of_bfloat16(2, TILE, head_dim),
+        of_bfloat16(STAGES, TILE, head_dim),
+        of_bfloat16(STAGES, TILE, head_dim),
         of_bfloat16(TILE, TILE),
         plgpu.Barrier(),
-        plgpu.Barrier(num_arrivals=2 * blocks, num_barriers=2),
+        plgpu.Barrier(num_arrivals=2 * blocks, num_barriers=STAGES),
     ]
 
 
@@ -90,19 +109,23 @@ def _program(
     ends: Any,
     *refs: Any,
     listed: bool,
+    splits: int,
     to_base_2: np.float32,
     sees: Any,
 ) -> None:
-    """A tile of queries of one row and K/V head over the tiles of keys that it visits."""
+    """A tile of queries of one row and K/V head over a share of the tiles of keys it visits."""
     from rooflax.ops.mosaic import filled, load, pl, plgpu, store
 
     order, refs = (refs[0], refs[1:]) if listed else (None, refs)
     highs, sums, outs, q_smem, k_smem, v_smem, weights_smem, q_here, here = refs
-    row, head, tile = (jax.lax.axis_index(axis) for axis in ("row", "head", "tile"))
+    row, head, tile, split = (jax.lax.axis_index(a) for a in ("row", "head", "tile", "split"))
     begin, end = begins[row, tile], ends[row, tile]
+    each = (end - begin + splits - 1) // splits
+    begin = begin + split * each
+    end = jnp.minimum(begin + each, end)
     queries, layout = pl.ds(tile * TILE, TILE), plgpu.Layout.WGMMA
     table_len, (block_size, head_dim) = tables.shape[1], k_ref.shape[2:]
-    blocks = TILE // block_size
+    blocks, stages = TILE // block_size, k_smem.shape[0]
 
     def visited(index: Any) -> Any:
         return index if order is None else order[row, tile, index]
@@ -110,27 +133,32 @@ def _program(
     def ask_for(index: Any) -> None:
         for number in range(blocks):
             slot = jnp.minimum(visited(index) * blocks + number, table_len - 1)
-            at = (index % 2, pl.ds(number * block_size, block_size))
+            stage = jax.lax.rem(index - begin, stages)
+            at = (stage, pl.ds(number * block_size, block_size))
             for pool, smem in ((k_ref, k_smem), (v_ref, v_smem)):
                 source = pool.at[tables[row, slot], head]
-                plgpu.copy_gmem_to_smem(source, smem.at[at], here.at[index % 2])
+                plgpu.copy_gmem_to_smem(source, smem.at[at], here.at[stage])
 
     @pl.when(begin < end)
     def _() -> None:
         plgpu.copy_gmem_to_smem(q_ref.at[row, head, queries], q_smem, q_here)
-        ask_for(begin)
+        for ahead in range(stages - 1):
+            pl.when(begin + ahead < end)(lambda ahead=ahead: ask_for(begin + ahead))
         plgpu.barrier_wait(q_here)
 
-    of_queries = _per_row(load(queries_at.at[row, queries], layout.reduce(1)), TILE)
+    of_queries = per_row(load(queries_at.at[row, queries], layout.reduce(1)), TILE)
     slots = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 1, layout=layout)
     context, first = contexts[row], firsts[row]
 
     def step(index: Any, state: Any) -> Any:
-        pl.when(index + 1 < end)(lambda: ask_for(index + 1))
-        plgpu.barrier_wait(here.at[index % 2])
-        scores = _product(q_smem, k_smem.at[index % 2].transpose((1, 0)), TILE) * to_base_2
-        seen = sees(of_queries, slots + (first + visited(index) * TILE), context)
-        return _accumulated(state, scores, seen, weights_smem, v_smem.at[index % 2])
+        pl.when(index + (stages - 1) < end)(lambda: ask_for(index + (stages - 1)))
+        stage = jax.lax.rem(index - begin, stages)
+        plgpu.barrier_wait(here.at[stage])
+        scores = product(q_smem, k_smem.at[stage].transpose((1, 0)), TILE) * to_base_2
+        start = first + visited(index) * TILE
+        without_unwritten(v_smem.at[stage], context - start)
+        seen = sees(of_queries, slots + start, context)
+        return accumulated(state, scores, seen, weights_smem, v_smem.at[stage])
 
     nothing = (
         filled((TILE,), LOWEST, layout.reduce(1)),
@@ -138,12 +166,12 @@ def _program(
         filled((TILE, head_dim), 0.0, layout),
     )
     high, total, out = jax.lax.fori_loop(begin, end, step, nothing)
-    store(highs.at[row, head, queries], high * np.float32(np.log(2)))
-    store(sums.at[row, head, queries], total)
-    store(outs.at[row, head, queries], out)
+    store(highs.at[row, head, split, queries], high * np.float32(np.log(2)))
+    store(sums.at[row, head, split, queries], total)
+    store(outs.at[row, head, split, queries], out)
 
 
-def _accumulated(
+def accumulated(
     state: tuple[Any, Any, Any], scores: Any, seen: Any, weights_smem: Any, v_smem: Any
 ) -> tuple[Any, Any, Any]:
     """One step of the running softmax, to base 2.
@@ -158,15 +186,15 @@ def _accumulated(
     scores = jnp.where(seen, scores, LOWEST)
     higher = jnp.maximum(high, scores.max(axis=1))
     above = jnp.maximum(higher, LOWEST / 2)  # so that a row that has seen nothing weighs nothing
-    weights = jnp.exp2(scores - _per_row(above, TILE))
+    weights = jnp.exp2(scores - per_row(above, TILE))
     kept = jnp.exp2(high - higher)
     weights_smem[...] = weights.astype(jnp.bfloat16)  # interpret mode takes no registers
     plgpu.commit_smem()
-    out = _plus_product(out * _per_row(kept, out.shape[1]), weights_smem, v_smem)
+    out = _plus_product(out * per_row(kept, out.shape[1]), weights_smem, v_smem)
     return higher, total * kept + weights.sum(axis=1), out
 
 
-def _product(left: Any, right: Any, columns: int) -> Any:
+def product(left: Any, right: Any, columns: int) -> Any:
     """Of a tile and a matrix in shared memory, in registers."""
     from rooflax.ops.mosaic import accumulator, pl, plgpu
 
@@ -182,7 +210,7 @@ def _plus_product(sums: Any, left: Any, right: Any) -> Any:
     from rooflax.ops.mosaic import accumulator_of, is_interpreted, pl, plgpu
 
     if is_interpreted():  # which has no sums that begin with something
-        return sums + _product(left, right, sums.shape[1])
+        return sums + product(left, right, sums.shape[1])
 
     def multiplied(found: Any) -> None:
         plgpu.wgmma(found, left, right)
@@ -191,5 +219,22 @@ def _plus_product(sums: Any, left: Any, right: Any) -> Any:
     return pl.run_state(multiplied)(accumulator_of(sums))
 
 
-def _per_row(x: Any, columns: int) -> Any:
-    return jax.lax.broadcast_in_dim(x, (TILE, columns), (0,))
+def per_row(x: Any, columns: int) -> Any:
+    from rooflax.ops.mosaic import plgpu, spread
+
+    return spread(x, (TILE, columns), 0, plgpu.Layout.WGMMA)
+
+
+def without_unwritten(v_smem: Any, left: Any) -> None:
+    """Zeros for the values behind the first `left` of a tile: a block holds what others left there,
+    and 0 times NaN is NaN."""
+    from rooflax.ops.mosaic import filled, load, pl, plgpu
+
+    @pl.when(left < TILE)
+    def _() -> None:
+        layout, shape = plgpu.Layout.WGMMA, v_smem.shape
+        slots = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+        values = load(v_smem, layout).astype(jnp.float32)
+        values = jnp.where(slots < left, values, filled(shape, 0.0, layout))
+        v_smem[...] = values.astype(jnp.bfloat16)
+        plgpu.commit_smem()

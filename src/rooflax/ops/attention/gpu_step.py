@@ -1,16 +1,17 @@
 """A decode step's attention on a GPU in two kernels: what the projection gave goes in, pools and
 all.
 
-The first is gpu_split.py's split-K with what comes before it: norms and RoPE of queries and keys,
-and the new token's K and V, which one warpgroup of a K/V head writes into the pools in place.
-Nobody reads them there: the share that writes them begins its softmax with them, from registers.
-The second merges the shares, with the sink.
+The first is the loop of gpu_flash.py, of bfloat16, or of gpu_split.py, with what comes before it:
+norms and RoPE of queries and keys, and the new token's K and V, which one warpgroup of a K/V head
+writes into the pools in place. Nobody reads them there: the share that writes them begins its
+softmax with them, from registers. The second merges the shares, with the sink.
 
 A head is held as two halves, because RoPE turns one element of each.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,7 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from rooflax.ops.attention import gpu_flash
 from rooflax.ops.attention.args import AttentionArgs, Projected
+from rooflax.ops.attention.gpu_flash import TILE, accumulated, product, splits_of, without_unwritten
 from rooflax.ops.attention.gpu_split import LOWEST, queries_at_once, shares_of
 from rooflax.ops.attention.sequences import Sequences
 from rooflax.ops.dispatch import Backend
@@ -35,10 +38,14 @@ def attention_step(
 
     qkv = new.qkv[0]
     rows, kv_heads, group, head_dim = *qkv.shape[:2], qkv.shape[2] - 2, qkv.shape[3]
-    table_len = sequences.block_tables.shape[1]
+    table_len, block_size = sequences.block_tables.shape[1], k_pool.values.shape[2]
+    on_tensor_cores = _takes_tensor_cores(k_pool.values, qkv.dtype, group)
     together = min(queries_at_once(head_dim), group)
-    parts = -(-group // together)
-    splits = shares_of((rows, kv_heads, group, parts), k_pool.values, table_len, args.window)
+    parts = 1 if on_tensor_cores else -(-group // together)
+    if on_tensor_cores:
+        splits = splits_of(rows * kv_heads, -(-table_len * block_size // TILE), args.window)
+    else:
+        splits = shares_of((rows, kv_heads, group, parts), k_pool.values, table_len, args.window)
     tall = _tile(head_dim)[0]
     padded = -(-splits // tall) * tall
     given: list[Any] = [qkv]
@@ -50,13 +57,17 @@ def attention_step(
     given.append(sequences.block_tables)
     pools = [jax.new_ref(pool.values) for pool in (k_pool, v_pool)]
 
-    def attention_shares(*refs: Any) -> None:
-        _share(*refs, new=new, args=args, splits=splits, together=together)
+    def attention_shares(*refs: Any, **memory: Any) -> None:
+        share = _Share(new, args, splits, together, memory)
+        (share.by_tiles if on_tensor_cores else share.by_blocks)(*refs)
 
-    of_shares = jax.ShapeDtypeStruct((rows, kv_heads, group, padded), jnp.float32)
+    queries = TILE if on_tensor_cores else group
+    of_shares = jax.ShapeDtypeStruct((rows, kv_heads, padded, queries), jnp.float32)
     outs = jax.ShapeDtypeStruct((*of_shares.shape, head_dim), jnp.float32)
     grid = {"part": parts, "head": kv_heads, "row": rows, "split": splits}
-    run = launch(attention_shares, (of_shares, of_shares, outs), grid, by_lane=True)
+    scratch = _scratch(head_dim, block_size) if on_tensor_cores else {}
+    results = of_shares, of_shares, outs
+    run = launch(attention_shares, results, grid, by_lane=True, scratch_types=scratch)
     shares = run(*given, *pools)
     sinks = [] if args.sinks is None else [args.sinks]
 
@@ -84,6 +95,28 @@ def unsupported(
     if head_dim % 64 or k_pool.values.shape[2] % _tile(head_dim)[0]:
         return f"attention's kernel for decode steps takes heads by 64, not {head_dim}"
     return None
+
+
+def _takes_tensor_cores(pool: Any, dtype: Any, group: int) -> bool:
+    """Whether `gpu_flash`'s loop is used, of queries that are a part of its tile."""
+    block_size, head_dim = pool.shape[2:]
+    if not dtype == pool.dtype == jnp.bfloat16:
+        return False
+    return TILE % block_size == 0 and head_dim <= gpu_flash.WIDEST and group <= TILE
+
+
+def _scratch(head_dim: int, block_size: int) -> dict[str, Any]:
+    """`gpu_flash`'s, and what the new token brings."""
+    from rooflax.ops.mosaic import plgpu
+
+    *flash, _, here = gpu_flash.scratch(head_dim, TILE // block_size)
+    return dict(zip(("q", "k", "v", "weights"), flash, strict=True)) | {
+        "here": here,
+        "plain": plgpu.SMEM((TILE, head_dim), jnp.bfloat16),
+        "key": plgpu.SMEM((head_dim,), jnp.float32),
+        "value": plgpu.SMEM((head_dim,), jnp.float32),
+        "written": plgpu.Barrier(),
+    }
 
 
 def _tile(head_dim: int) -> tuple[int, int]:
@@ -117,123 +150,219 @@ def _stored(ref: Any, values: Halves) -> None:
         store(ref.at[pl.ds(at * half, half)], value.astype(ref.dtype))
 
 
-def _share(
-    qkv: Any,
-    *refs: Any,
-    new: Projected,
-    args: AttentionArgs,
-    splits: int,
-    together: int,
-) -> None:
-    """Some queries of one row and K/V head over one share of the blocks that they see, the new
-    token being the first share's."""
-    from rooflax.ops.mosaic import load, pl, plgpu, spread
+@dataclass(frozen=True)
+class _Share:
+    """A program: some queries of one row and K/V head over one share of the keys that they see, the
+    new token being the first share's.
 
-    row, head, split, part = (jax.lax.axis_index(a) for a in ("row", "head", "split", "part"))
-    turns, rest = (refs[:2], refs[2:]) if new.cos is not None else ((), refs)
-    norms, rest = (rest[:2], rest[2:]) if new.norms is not None else ((), rest)
-    lens, positions, firsts, tables, k_pool, v_pool, highs, sums, outs = rest
-    group, head_dim = qkv.shape[2] - 2, qkv.shape[3]
-    block_size, half = k_pool.shape[2], head_dim // 2
-    layout, shape = _layout(head_dim), (block_size, half)
-    of_slot, of_column = layout.reduce(1), layout.reduce(0)
-    is_real, position, first = lens[row] > 0, positions[row], firsts[row]
-    before = position - first
-    angles = [load(ref.at[row], of_column).astype(jnp.float32) for ref in turns]
+    Attributes:
+        splits: shares.
+        together: queries, where the tensor cores do not take them.
+        memory: shared, where they do.
+    """
 
-    def rounded(values: Halves) -> Halves:
-        a, b = (value.astype(qkv.dtype).astype(jnp.float32) for value in values)
-        return a, b
+    new: Projected
+    args: AttentionArgs
+    splits: int
+    together: int
+    memory: dict[str, Any]
 
-    def prepared(at: Any, norm: Any) -> Halves:
-        a, b = _loaded(qkv.at[row, head, at], of_column)
-        if norms:
-            mean = (a * a + b * b).sum(axis=0) * np.float32(1 / head_dim)
-            scale = jax.lax.rsqrt(mean + np.float32(new.eps))
-            of_norm = _loaded(norm, of_column)
-            a, b = rounded((a * scale * of_norm[0], b * scale * of_norm[1]))
-        if angles:
-            cos, sin = angles
-            a, b = rounded((a * cos - b * sin, b * cos + a * sin))
-        return a, b
+    def given(self, qkv: Any, *refs: Any) -> tuple[dict[str, Any], Halves, Halves, Any]:
+        """References by name; the new key and value, rounded; and what gives a query."""
+        from rooflax.ops.mosaic import load
 
-    def as_stored(values: Halves) -> Halves:
-        a, b = (value.astype(k_pool.dtype).astype(jnp.float32) for value in values)
-        return a, b
+        new = self.new
+        turns, rest = (refs[:2], refs[2:]) if new.cos is not None else ((), refs)
+        norms, rest = (rest[:2], rest[2:]) if new.norms is not None else ((), rest)
+        names = "lens", "positions", "firsts", "tables", "k", "v", "highs", "sums", "outs"
+        by_name = dict(zip(names, rest, strict=True))
+        row, head = jax.lax.axis_index("row"), jax.lax.axis_index("head")
+        group, head_dim = qkv.shape[2] - 2, qkv.shape[3]
+        of_column = _layout(head_dim).reduce(0)
+        angles = [load(ref.at[row], of_column).astype(jnp.float32) for ref in turns]
 
-    key = as_stored(prepared(group, norms[1] if norms else None))
-    value = as_stored(_loaded(qkv.at[row, head, group + 1], of_column))
-    numbers = [jnp.minimum(part * together + index, group - 1) for index in range(together)]
-    queries = []
-    for number in numbers:
-        a, b = prepared(number, norms[0] if norms else None)
-        queries.append((a * np.float32(args.scale), b * np.float32(args.scale)))
+        def rounded(values: Halves, dtype: Any = qkv.dtype) -> Halves:
+            a, b = (value.astype(dtype).astype(jnp.float32) for value in values)
+            return a, b
 
-    @pl.when(is_real & (split == 0) & (part == 0))
-    def _() -> None:
-        place = tables[row, before // block_size], head, before % block_size
-        _stored(k_pool.at[place], key)
-        _stored(v_pool.at[place], value)
+        def prepared(at: Any, norm: Any) -> Halves:
+            a, b = _loaded(qkv.at[row, head, at], of_column)
+            if norms:
+                mean = (a * a + b * b).sum(axis=0) * np.float32(1 / head_dim)
+                scale = jax.lax.rsqrt(mean + np.float32(new.eps))
+                of_norm = _loaded(norm, of_column)
+                a, b = rounded((a * scale * of_norm[0], b * scale * of_norm[1]))
+            if angles:
+                cos, sin = angles
+                a, b = rounded((a * cos - b * sin, b * cos + a * sin))
+            return a, b
 
-    def down(vector: Any) -> Any:
-        return spread(vector, shape, 1, layout)
+        key = rounded(prepared(group, norms[1] if norms else None), by_name["k"].dtype)
+        value = rounded(_loaded(qkv.at[row, head, group + 1], of_column), by_name["v"].dtype)
+        return by_name, key, value, lambda at: prepared(at, norms[0] if norms else None)
 
-    def across(of_slots: Any) -> Any:
-        return spread(of_slots, shape, 0, layout)
+    def write(self, refs: dict[str, Any], key: Halves, value: Halves) -> None:
+        """The new key and value to the pools, by one program of a K/V head."""
+        from rooflax.ops.mosaic import pl
 
-    def of_slots(number: float) -> Any:
-        return plgpu.layout_cast(jnp.full((block_size,), number, jnp.float32), of_slot)
+        row, head, split, part = (jax.lax.axis_index(a) for a in ("row", "head", "split", "part"))
+        before, block_size = refs["positions"][row] - refs["firsts"][row], refs["k"].shape[2]
 
-    slots = plgpu.broadcasted_iota(jnp.int32, (block_size,), 0, layout=of_slot)
-    begins = slots == jnp.where(is_real & (split == 0), 0, block_size)
-    states = []
-    for a, b in queries:
-        score = (a * key[0] + b * key[1]).sum(axis=0)
-        high = jnp.where(begins, of_slots(0.0) + score, of_slots(LOWEST))
-        total = jnp.where(begins, of_slots(1.0), of_slots(0.0))
-        out = tuple(jnp.where(across(total) > 0, down(v), 0.0) for v in value)
-        states.append((high, total, *out))
+        @pl.when((refs["lens"][row] > 0) & (split == 0) & (part == 0))
+        def _() -> None:
+            place = refs["tables"][row, before // block_size], head, before % block_size
+            _stored(refs["k"].at[place], key)
+            _stored(refs["v"].at[place], value)
 
-    end = jnp.where(is_real, (before + (block_size - 1)) // block_size, 0)
-    begin = jnp.int32(0)
-    if args.window is not None:
-        begin = jnp.minimum(jnp.maximum(before - (args.window - 1), 0) // block_size, end)
-    per_split = (end - begin + splits - 1) // splits
-    start = begin + split * per_split
+    def visited(self, refs: dict[str, Any], keys: int) -> tuple[Any, Any]:
+        """The first and the last of this share's tiles of so many keys."""
+        row, split = jax.lax.axis_index("row"), jax.lax.axis_index("split")
+        before = refs["positions"][row] - refs["firsts"][row]
+        end = jnp.where(refs["lens"][row] > 0, (before + (keys - 1)) // keys, 0)
+        begin = jnp.int32(0)
+        if self.args.window is not None:
+            begin = jnp.minimum(jnp.maximum(before - (self.args.window - 1), 0) // keys, end)
+        each = (end - begin + self.splits - 1) // self.splits
+        start = begin + split * each
+        return start, jnp.minimum(start + each, end)
 
-    def step(index: Any, states: list[Any]) -> list[Any]:
-        block = tables[row, index]
-        keys = _loaded(k_pool.at[block, head], layout)
-        values = _loaded(v_pool.at[block, head], layout)
-        at = slots + (first + index * block_size)
+    def sees(self, at: Any, position: Any) -> Any:
+        """Which keys of the past."""
         past = at < position
-        # behind the past a block holds what others left, and 0 times NaN is NaN
-        values = tuple(jnp.where(across(past.astype(jnp.int32)) > 0, v, 0.0) for v in values)
-        seen = past if args.window is None else past & (at > position - args.window)
-        taken = []
-        for (a, b), (high, total, *out) in zip(queries, states, strict=True):
-            scores = (keys[0] * down(a) + keys[1] * down(b)).sum(axis=1)
-            scores = jnp.where(seen, scores, LOWEST)
-            higher = jnp.maximum(high, scores)
-            kept = jnp.exp(high - higher)
-            weights = jnp.where(seen, jnp.exp(scores - higher), 0.0)
-            out = (o * across(kept) + v * across(weights) for o, v in zip(out, values, strict=True))
-            taken.append((higher, total * kept + weights, *out))
-        return taken
+        window = self.args.window
+        return past if window is None else past & (at > position - window)
 
-    states = jax.lax.fori_loop(start, jnp.minimum(start + per_split, end), step, states)
-    for index, (high, total, *out) in enumerate(states):
-        at = part * together + index
+    def by_tiles(self, qkv: Any, *given: Any) -> None:
+        """All queries of a K/V head on the tensor cores: `gpu_flash`'s loop."""
+        from rooflax.ops.mosaic import filled, load, pl, plgpu, spread, store
 
-        @pl.when(at < group)
-        def _(high: Any = high, total: Any = total, out: Any = out, at: Any = at) -> None:
-            highest = high.max(axis=0)
-            share = jnp.exp(high - highest)
-            highs[row, head, at, split] = highest
-            sums[row, head, at, split] = (total * share).sum(axis=0)
-            _stored(
-                outs.at[row, head, at, split], tuple((o * across(share)).sum(axis=0) for o in out)
-            )
+        memory, layout = self.memory, plgpu.Layout.WGMMA
+        group, head_dim = qkv.shape[2] - 2, qkv.shape[3]
+        row, head, split = (jax.lax.axis_index(axis) for axis in ("row", "head", "split"))
+        refs, key, value, query = self.given(qkv, *given)
+        k_smem, v_smem, here = memory["k"], memory["v"], memory["here"]
+        position, first = refs["positions"][row], refs["firsts"][row]
+        begin, end = self.visited(refs, TILE)
+        table_len, block_size = refs["tables"].shape[1], refs["k"].shape[2]
+        blocks, stages = TILE // block_size, k_smem.shape[0]
+
+        def ask_for(index: Any) -> None:
+            stage = jax.lax.rem(index - begin, stages)
+            for number in range(blocks):
+                slot = jnp.minimum(index * blocks + number, table_len - 1)
+                at = (stage, pl.ds(number * block_size, block_size))
+                for pool, smem in ((refs["k"], k_smem), (refs["v"], v_smem)):
+                    source = pool.at[refs["tables"][row, slot], head]
+                    plgpu.copy_gmem_to_smem(source, smem.at[at], here.at[stage])
+
+        for ahead in range(stages - 1):
+            pl.when(begin + ahead < end)(lambda ahead=ahead: ask_for(begin + ahead))
+        self.write(refs, key, value)
+        to_base_2 = np.float32(self.args.scale * np.log2(np.e))
+        for number in range(group):
+            _stored(memory["plain"].at[number], query(number))
+        _stored(memory["key"], key)
+        _stored(memory["value"], value)
+        plgpu.barrier_arrive(memory["written"])
+        plgpu.barrier_wait(memory["written"])
+        by_query, by_element, shape = layout.reduce(1), layout.reduce(0), (TILE, head_dim)
+        queries = load(memory["plain"], layout)
+        memory["q"][...] = queries
+        plgpu.commit_smem()
+        key = spread(load(memory["key"], by_element), shape, 1, layout)
+        scores = (queries.astype(jnp.float32) * key).sum(axis=1) * to_base_2
+        rows = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=by_query)
+        begins = rows < jnp.where((refs["lens"][row] > 0) & (split == 0), TILE, 0)
+        high = jnp.where(begins, scores, LOWEST)
+        total = jnp.where(begins, filled((TILE,), 1.0, by_query), 0.0)
+        out = spread(load(memory["value"], by_element), shape, 1, layout)
+        out = out * spread(total, shape, 0, layout)
+        slots = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 1, layout=layout)
+
+        def step(index: Any, state: Any) -> Any:
+            pl.when(index + (stages - 1) < end)(lambda: ask_for(index + (stages - 1)))
+            stage, start = jax.lax.rem(index - begin, stages), first + index * TILE
+            plgpu.barrier_wait(here.at[stage])
+            scores = product(memory["q"], k_smem.at[stage].transpose((1, 0)), TILE) * to_base_2
+            without_unwritten(v_smem.at[stage], position - start)
+            seen = self.sees(slots + start, position)
+            return accumulated(state, scores, seen, memory["weights"], v_smem.at[stage])
+
+        high, total, out = jax.lax.fori_loop(begin, end, step, (high, total, out))
+        store(refs["highs"].at[row, head, split], high * np.float32(np.log(2)))
+        store(refs["sums"].at[row, head, split], total)
+        store(refs["outs"].at[row, head, split], out)
+
+    def by_blocks(self, qkv: Any, *given: Any) -> None:
+        """Some queries: `gpu_split`'s loop."""
+        from rooflax.ops.mosaic import pl, plgpu, spread
+
+        row, head, split, part = (jax.lax.axis_index(a) for a in ("row", "head", "split", "part"))
+        refs, key, value, query = self.given(qkv, *given)
+        group, head_dim = qkv.shape[2] - 2, qkv.shape[3]
+        block_size, half = refs["k"].shape[2], head_dim // 2
+        layout, shape = _layout(head_dim), (block_size, half)
+        of_slot = layout.reduce(1)
+        position, first = refs["positions"][row], refs["firsts"][row]
+        self.write(refs, key, value)
+        scale = np.float32(self.args.scale)
+        queries = []
+        for index in range(self.together):
+            a, b = query(jnp.minimum(part * self.together + index, group - 1))
+            queries.append((a * scale, b * scale))
+
+        def down(vector: Any) -> Any:
+            return spread(vector, shape, 1, layout)
+
+        def across(of_slots: Any) -> Any:
+            return spread(of_slots, shape, 0, layout)
+
+        def of_slots(number: float) -> Any:
+            return plgpu.layout_cast(jnp.full((block_size,), number, jnp.float32), of_slot)
+
+        slots = plgpu.broadcasted_iota(jnp.int32, (block_size,), 0, layout=of_slot)
+        begins = slots == jnp.where((refs["lens"][row] > 0) & (split == 0), 0, block_size)
+        states = []
+        for a, b in queries:
+            score = (a * key[0] + b * key[1]).sum(axis=0)
+            high = jnp.where(begins, of_slots(0.0) + score, of_slots(LOWEST))
+            total = jnp.where(begins, of_slots(1.0), of_slots(0.0))
+            out = tuple(jnp.where(across(total) > 0, down(v), 0.0) for v in value)
+            states.append((high, total, *out))
+
+        def step(index: Any, states: list[Any]) -> list[Any]:
+            block = refs["tables"][row, index]
+            keys = _loaded(refs["k"].at[block, head], layout)
+            values = _loaded(refs["v"].at[block, head], layout)
+            at = slots + (first + index * block_size)
+            past = at < position
+            # behind the past a block holds what others left, and 0 times NaN is NaN
+            values = tuple(jnp.where(across(past.astype(jnp.int32)) > 0, v, 0.0) for v in values)
+            seen = self.sees(at, position)
+            taken = []
+            for (a, b), (high, total, *out) in zip(queries, states, strict=True):
+                scores = (keys[0] * down(a) + keys[1] * down(b)).sum(axis=1)
+                scores = jnp.where(seen, scores, LOWEST)
+                higher = jnp.maximum(high, scores)
+                kept = jnp.exp(high - higher)
+                weights = jnp.where(seen, jnp.exp(scores - higher), 0.0)
+                out = (
+                    o * across(kept) + v * across(weights) for o, v in zip(out, values, strict=True)
+                )
+                taken.append((higher, total * kept + weights, *out))
+            return taken
+
+        states = jax.lax.fori_loop(*self.visited(refs, block_size), step, states)
+        for index, (high, total, *out) in enumerate(states):
+            at = part * self.together + index
+
+            @pl.when(at < group)
+            def _(high: Any = high, total: Any = total, out: Any = out, at: Any = at) -> None:
+                highest = high.max(axis=0)
+                share, place = jnp.exp(high - highest), (row, head, split, at)
+                refs["highs"][place] = highest
+                refs["sums"][place] = (total * share).sum(axis=0)
+                _stored(refs["outs"].at[place], tuple((o * across(share)).sum(axis=0) for o in out))
 
 
 def _merge(highs: Any, sums: Any, outs: Any, *refs: Any, splits: int) -> None:
@@ -242,7 +371,7 @@ def _merge(highs: Any, sums: Any, outs: Any, *refs: Any, splits: int) -> None:
 
     *sinks, out_ref = refs
     row, head, query = (jax.lax.axis_index(axis) for axis in ("row", "head", "query"))
-    group, head_dim = outs.shape[2], outs.shape[4]
+    group, head_dim = out_ref.shape[1] // outs.shape[1], outs.shape[4]
     layout, (tall, _) = _layout(head_dim), _tile(head_dim)
     shape, of_slot = (tall, head_dim // 2), layout.reduce(1)
     slots = plgpu.broadcasted_iota(jnp.int32, (tall,), 0, layout=of_slot)
@@ -252,7 +381,7 @@ def _merge(highs: Any, sums: Any, outs: Any, *refs: Any, splits: int) -> None:
 
     def step(index: Any, state: Any) -> Any:
         high, total, *out = state
-        place = row, head, query, pl.ds(index * tall, tall)
+        place = row, head, pl.ds(index * tall, tall), query
         is_share = slots < splits - index * tall
         other = jnp.where(is_share, load(highs.at[place], of_slot), LOWEST)
         count = jnp.where(is_share, load(sums.at[place], of_slot), 0.0)

@@ -35,11 +35,8 @@ from rooflax.ops.weights import Quantized, StoredOperand, int8_codes, packing_of
 MOST_ROWS = 16
 """Rows up to which the kernel for few rows is used."""
 FEW_ROWS = 8
-"""Rows up to which it is used where the tensor cores take more. More would not share an unpacking,
-which takes more instructions than to make operands for any number of rows."""
-FEWER_ROWS = {"int4": 6, "fp8": 2}
-"""The same of formats whose weights take fewer bytes to read, or more instructions to multiply, so
-that the tensor cores' further launches pay earlier: docs/gpu.md, "What a step should take"."""
+"""Rows up to which it is used of plain weights. Several rows of others go to the tensor cores where
+these take them: eight rows of int8 take 22 microseconds there, and 43 here (docs/gpu.md)."""
 
 
 def matmul(args: LinearArgs) -> Float[Array, "rows out"]:
@@ -87,8 +84,7 @@ def unsupported(args: LinearArgs) -> str | None:
 
 
 def _takes_tensor_cores(args: LinearArgs) -> bool:
-    few = FEWER_ROWS.get(args.w.code, FEW_ROWS)  # type: ignore[union-attr]
-    return len(args.x) > few and _no_tensor_cores(args) is None
+    return len(args.x) > 1 and _no_tensor_cores(args) is None
 
 
 def _no_tensor_cores(args: LinearArgs) -> str | None:

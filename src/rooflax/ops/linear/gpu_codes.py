@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from rooflax.ops.linear.gpu_values import GROUPS, HALF, Packing, fuses, packed_values
+from rooflax.ops.linear.gpu_values import HALF, Packing, fuses, packed_values, padded
 from rooflax.ops.linear.prologue import Prologue, applied
 from rooflax.ops.weights import Quantized, int8_codes
 
@@ -48,7 +48,7 @@ class Bytes:
     Attributes:
         words: of one row of a panel's output.
         slots: inputs of one row.
-        unpack: words of bytes, for the words of codes.
+        unpack: words of bytes, for the words of codes and the zero of `numbers`.
         scale: what numbers are more than bytes.
         offset: what bytes are less than their codes; of paired ones.
         halves: a word of codes gives one of each half of the inputs, one after the other.
@@ -57,7 +57,7 @@ class Bytes:
 
     words: int
     slots: int
-    unpack: Callable[[list[jax.Array]], list[jax.Array]]
+    unpack: Callable[[list[jax.Array], jax.Array], list[jax.Array]]
     scale: float = 1.0
     offset: int = 0
     halves: bool = False
@@ -65,12 +65,19 @@ class Bytes:
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """Of each word of bytes, in which half of the inputs its own are, and where there."""
+        """Of each word of activations, in which half of the inputs its own are, and where there."""
         if self.paired:
-            return [(0, word) for word in range(self.slots // 4)]
-        if self.halves:
-            return [(half, word) for word in range(self.words) for half in range(2)]
+            return [(0, 2 * thread + word) for word in range(2) for thread in range(4)]
         return [divmod(word, 4) for word in range(self.slots // 4)]
+
+    @property
+    def placed(self) -> list[int]:
+        """Of each word of bytes that `unpack` gives, which of `places` it has."""
+        if self.paired:
+            return [4 * (word % 2) + word // 2 for word in range(self.slots // 4)]
+        if not self.halves:
+            return list(range(self.slots // 4))
+        return [4 * half + word for word in range(self.words) for half in range(2)]
 
     @property
     def order(self) -> list[list[int]]:
@@ -114,11 +121,16 @@ class Bytes:
         if w.quantizes_activations:
             return None
         parts = 3 if dtype == jnp.float32 else 2
-        return Packing(self.slots, tuple(self.places), parts, self.paired, self.offset)
+        return Packing(self.slots, self.slots // 4, parts, self.paired, self.offset)
 
-    def numbers(self, loaded: list[jax.Array]) -> list[jax.Array]:
-        """What rows of activations share."""
-        return self.unpack(loaded)
+    def numbers(self, loaded: list[jax.Array], zero: jax.Array) -> list[jax.Array]:
+        """What rows of activations share.
+
+        Args:
+            zero: a number that the assembler does not know. With it, constants stay in registers,
+                of which an instruction takes two; of others it takes one, and is two.
+        """
+        return self.unpack(loaded, zero)
 
     def dot(self, numbers: list[jax.Array], value: Value, count: int) -> jax.Array:
         """Sums of products of a row of words, in units of codes.
@@ -134,7 +146,7 @@ class Bytes:
             if self.offset:
                 begin = value(part + each - 1)
                 sums = begin if sums is None else sums + begin
-            for at, number in enumerate(numbers):
+            for at, number in zip(self.placed, numbers, strict=True):
                 bytes_ = value(part + at)
                 begin = jnp.zeros_like(bytes_) if sums is None else sums
                 sums = dot4(number, bytes_, begin, signed=(True, part == 0))
@@ -143,16 +155,6 @@ class Bytes:
         exact = [total.astype(jnp.float32) for total in totals]
         total = exact[0] if len(exact) == 1 else exact[0] * np.float32(256) + exact[1]
         return total * jax.lax.bitcast_convert_type(value(count - 1), jnp.float32)
-
-
-def padded(values: Int[Array, "rows count groups"]) -> Int[Array, "rows count padded"]:
-    """As `packed_values` gives them."""
-    behind = -values.shape[-1] % GROUPS
-    if not behind:
-        return values
-    none = ((0, 0),) * 2
-    last = jnp.pad(values[..., values.shape[-1] + behind - GROUPS :], (*none, (GROUPS, behind)))
-    return jnp.concatenate([jnp.pad(values, (*none, (0, behind))), last], axis=-1)
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,8 @@ class Floats:
         """None: they stay numbers."""
         del w, dtype
 
-    def numbers(self, loaded: list[jax.Array]) -> list[jax.Array]:
+    def numbers(self, loaded: list[jax.Array], zero: jax.Array) -> list[jax.Array]:
+        del zero
         return [e4m3(word, place) for word in loaded for place in range(self.slots // self.words)]
 
     def dot(self, numbers: list[jax.Array], value: Value, count: int) -> jax.Array:
@@ -200,17 +203,20 @@ def e4m3(packed: jax.Array, place: int) -> jax.Array:
     return jax.lax.bitcast_convert_type(signed, jnp.float32)
 
 
-def _nibbles(words: list[jax.Array]) -> list[jax.Array]:
+def _nibbles(words: list[jax.Array], zero: jax.Array) -> list[jax.Array]:
     """16 (q - 8), of low halves and of high ones: four bits with a sign, at the top of a byte."""
+    mask, turned = zero + -0x0F0F0F10, zero + -0x7F7F7F80
     halves = [half for packed in words for half in (packed << 4, packed)]
-    return [half & -0x0F0F0F10 ^ -0x7F7F7F80 for half in halves]
+    return [half & mask ^ turned for half in halves]
 
 
-def _mxfp4(words: list[jax.Array]) -> list[jax.Array]:
+def _mxfp4(words: list[jax.Array], zero: jax.Array) -> list[jax.Array]:
     """2 e2m1 - 64, of lower half words and of higher ones: each code is found in one of two
-    tables, and 255 in the other."""
+    tables, and 255 in the other. Tables in registers would be 55 instructions of 351 less, but too
+    many registers for six programs a multiprocessor."""
     from rooflax.ops.mosaic_bytes import looked_up
 
+    del zero
     found = []
     for packed in words:
         turned = packed ^ -0x77777778
@@ -219,7 +225,8 @@ def _mxfp4(words: list[jax.Array]) -> list[jax.Array]:
     return found
 
 
-def _as_they_are(words: list[jax.Array]) -> list[jax.Array]:
+def _as_they_are(words: list[jax.Array], zero: jax.Array) -> list[jax.Array]:
+    del zero
     return words
 
 

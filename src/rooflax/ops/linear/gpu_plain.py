@@ -98,7 +98,9 @@ def tiled_matmul(
     out = jax.ShapeDtypeStruct((count, few, w.outer), rows.result)
     grid = {"panel": w.outer // columns, "tile": count}
     how = {"num_threads": warpgroups, "thread_name": "warpgroup"} if warpgroups > 1 else {}
-    run = launch(matmul_plain, out, grid, by_lane=True, scratch_types=scratch, **how)
+    run = launch(
+        matmul_plain, out, grid, by_lane=True, barriers=False, scratch_types=scratch, **how
+    )
     return run(*given.values())
 
 
@@ -156,7 +158,7 @@ class _Kernel:
         sums = jax.lax.fori_loop(begin, jnp.minimum(begin + each, steps), step, zeros)
         for row, total in enumerate(sums):
             store(refs["sums"].at[row, pl.ds(warpgroup * depth, depth)], total)
-        meet(refs["met"], self.warpgroups)
+        meet(refs["met"])
 
         @pl.when(warpgroup == 0)
         def _() -> None:
@@ -180,7 +182,7 @@ class _Kernel:
         own = pl.ds(warpgroup * GROUPS, GROUPS)
         share = Share(self.inner // HALF, self.warpgroups, warpgroup)
         store(refs["squares"].at[own], source.squares_of(row, share))
-        meet(refs["begun"], self.warpgroups)
+        meet(refs["begun"])
         return source.scale_of(refs["squares"], self.warpgroups)
 
     def prepared(

@@ -24,7 +24,15 @@ from rooflax.ops import block_sizes
 from rooflax.ops.block_sizes import powers_of_two, rounded_up
 from rooflax.ops.formats import PANEL
 from rooflax.ops.linear.gpu_codes import CODES
-from rooflax.ops.linear.gpu_values import GROUPS, Packing, Share, Source, fuses, operands
+from rooflax.ops.linear.gpu_values import (
+    GROUPS,
+    Packing,
+    Share,
+    Source,
+    begin_of,
+    fuses,
+    operands,
+)
 from rooflax.ops.linear.prologue import Norm, Prologue, applied
 from rooflax.ops.weights import Quantized
 from rooflax.ops.weights.matrix_packing import e8m0
@@ -146,7 +154,7 @@ def tiled_matmul(
     out = jax.ShapeDtypeStruct((count, few, panels * PANEL), rows.result)
     grid = {"panel": -(-panels // kernel.panels_each), "turn": turns, "tile": count}
     how = {"num_threads": warpgroups, "thread_name": "warpgroup"} if warpgroups > 1 else {}
-    run = launch(matmul_rows, out, grid, by_lane=True, scratch_types=scratch, **how)
+    run = launch(matmul_rows, out, grid, by_lane=True, barriers=False, scratch_types=scratch, **how)
     return run(*given.values())[..., : w.outer]
 
 
@@ -231,18 +239,17 @@ class _Kernel:
         if isinstance(self.prologue, Norm):
             own = pl.ds(warpgroup * GROUPS, GROUPS)
             store(refs["squares"].at[own], source.squares_of(row, share))
-        meet(refs["begun"], self.warpgroups)
+        meet(refs["begun"])
         if isinstance(self.prologue, Norm):
             scale = source.scale_of(refs["squares"], helpers)
 
         def tile_of_groups(index: Any, carry: Any) -> Any:
             start, _ = share.start(index)
-            for at, value in enumerate(packing.packed(source.prepared(row, start, scale))):
-                store(packed.at[at, pl.ds(start, GROUPS)], value)
+            packing.store(packed, start, packing.packed(source.prepared(row, start, scale)))
             return carry
 
         jax.lax.fori_loop(0, share.count, tile_of_groups, 0)
-        meet(refs["ready"], self.warpgroups)
+        meet(refs["ready"])
 
     def panel(
         self, refs: dict[str, Any], out: Any, tile: Any, panel: Any, rows: list[Any], warpgroup: Any
@@ -252,6 +259,7 @@ class _Kernel:
 
         code, layout, shape = CODES[self.name], words_layout(), (TILE, PANEL)
         words_ref, scales_ref = refs["words"], refs["scales"]
+        zero = refs["num_tiles"][0] >> 31
         all_rows, steps = words_ref.shape[0], -(-self.word_rows // TILE)
         number = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=layout.reduce(1))
         own = tile if self.rows.shares is None else tile * self.warpgroups + warpgroup
@@ -266,8 +274,8 @@ class _Kernel:
             should, because the last panel has nothing behind it."""
             if self.packing:
                 return pl.ds(index * TILE - lacking, TILE)
-            again = (steps + 1) * TILE - lacking  # where there is a last tile twice
-            return pl.ds(jnp.where(lacking > 0, again, index * TILE), TILE)
+            first = begin_of(self.word_rows)
+            return pl.ds(jnp.where(lacking > 0, GROUPS - lacking, first + index * TILE), TILE)
 
         def value(at: int, row: Any, place: Any, lacking: Any) -> jax.Array:
             """One of the values of a tile's inputs."""
@@ -291,7 +299,7 @@ class _Kernel:
                 return spread(value(at, row, place, lacking), shape, 0, layout)
 
             count = self.packing.count if self.packing else refs["values"].shape[2]
-            numbers = code.numbers(loaded)
+            numbers = code.numbers(loaded, zero)
             parts = [code.dot(numbers, partial(of, row), count) for row in rows]
             if self.name in SCALE:
                 scale = SCALE[self.name](load(scales_ref.at[pl.ds(start, TILE)], layout))
@@ -341,7 +349,7 @@ class _Kernel:
         if self.warpgroups > 1:
             for index in range(len(rows)):
                 store(refs["sums"].at[warpgroup, index], sums[index])
-            meet(refs["met"], self.warpgroups)
+            meet(refs["met"])
 
         @pl.when(warpgroup == 0)
         def _() -> None:
@@ -350,13 +358,12 @@ class _Kernel:
                 finish(refs, out, (tile, row, columns), total.astype(self.rows.result), vector)
 
 
-def meet(barrier: Any, warpgroups: int) -> None:
-    """All warpgroups have written what others read behind it."""
+def meet(barrier: Any) -> None:
+    """All threads have written what others read behind it."""
     from rooflax.ops.mosaic import plgpu
 
-    if warpgroups > 1:
-        plgpu.barrier_arrive(barrier)
-        plgpu.barrier_wait(barrier)
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
 
 
 def bias_of(refs: dict[str, Any], member: Any, columns: Any, layout: Any) -> Any:

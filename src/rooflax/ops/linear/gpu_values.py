@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from rooflax.ops.linear.prologue import Activation, ClampedSwiglu, Norm, Prologue
+from rooflax.ops.linear.prologue import Activation, ClampedSwiglu, Norm, Prologue, applied
 from rooflax.ops.weights import taken
 
 GROUPS, HALF = 32, 16
@@ -38,14 +38,14 @@ class Packing:
 
     Attributes:
         slots: inputs of a group.
-        places: of each word, in which half of a group its inputs are, and which of the half's.
+        words: of a part.
         parts: bytes of an input.
         paired: a word has two inputs of the first half and the same two of the second.
         offset: of paired codes: behind the words of a part stand the products with it; 0 is none.
     """
 
     slots: int
-    places: tuple[tuple[int, int], ...]
+    words: int
     parts: int
     paired: bool
     offset: int
@@ -53,21 +53,25 @@ class Packing:
     @property
     def each(self) -> int:
         """Values of a part."""
-        return len(self.places) + bool(self.offset)
+        return self.words + bool(self.offset)
 
     @property
     def count(self) -> int:
         """Values of a group: per part its words, the highest part first; and the size of 1."""
         return self.parts * self.each + 1
 
-    def packed(self, values: list[jax.Array], real: jax.Array | None = None) -> list[jax.Array]:
-        """The values of a tile of groups.
+    def packed(
+        self, values: list[jax.Array], real: jax.Array | None = None
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The values of a tile of groups: words by fours [GROUPS, 4], part by part; and what a
+        group has once.
 
         Args:
             values: of each half of the groups, [GROUPS, HALF] float32.
             real: which groups are any; the others give zeros. None is all.
         """
         from rooflax.ops.mosaic import plgpu, spread, words_layout
+        from rooflax.ops.mosaic_bytes import joined
 
         layout, shape, bits = words_layout(), (GROUPS, HALF), 8 * self.parts
         largest = abs(values[0]).max(axis=1)
@@ -78,22 +82,37 @@ class Packing:
             inverse = jnp.where(real, inverse, 0.0)
         column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout)
         factor = spread(inverse, shape, 0, layout)
-        whole, found = [rounded(value * factor, bits) for value in values], []
+        whole, words, totals = [rounded(value * factor, bits) for value in values], [], []
         for part in range(self.parts):
             cut = [number >> 8 * (self.parts - 1 - part) for number in whole]
             cut = [number & 0xFF for number in cut] if part else cut
-            total = (cut[0] + cut[1]).sum(axis=1) * self.offset if self.offset else None
+            if self.offset:
+                totals.append((cut[0] + cut[1]).sum(axis=1) * self.offset)
             cut = [number & 0xFF for number in cut]
             if self.paired:
-                moved = [cut[0] << 16 * (column & 1) | cut[1] << 16 * (column & 1) + 8]
+                moved = cut[0] << 16 * (column & 1) | cut[1] << 16 * (column & 1) + 8
+                words += [joined(moved, first, 2) for first in (0, 2)]
             else:
-                moved = [number << 8 * (column & 3) for number in cut]
-            own = column >> (1 if self.paired else 2)
-            for half, place in self.places:
-                found.append(jnp.where(own == place, moved[half], 0).sum(axis=1))
-            found += [] if total is None else [total]
+                words += [joined(number << 8 * (column & 3)) for number in cut]
         bits_of_step = jax.lax.bitcast_convert_type(step, jnp.int32)
-        return [*found, bits_of_step if real is None else jnp.where(real, bits_of_step, 0)]
+        totals.append(bits_of_step if real is None else jnp.where(real, bits_of_step, 0))
+        return words, totals
+
+    def store(
+        self, packed: Any, start: Any, found: tuple[list[jax.Array], list[jax.Array]]
+    ) -> None:
+        """Puts the values of a tile of groups where `packed`, [count, groups], has them."""
+        from rooflax.ops.mosaic import pl, store
+
+        words, totals = found
+        place, each = pl.ds(start, GROUPS), len(words) // self.parts
+        for at, value in enumerate(words):
+            part, number = divmod(at, each)
+            rows = packed.at[pl.ds(part * self.each + 4 * number, 4), place]
+            store(rows.transpose((1, 0)), value)
+        for part, total in enumerate(totals[:-1]):
+            store(packed.at[(part + 1) * self.each - 1, place], total)
+        store(packed.at[self.count - 1, place], totals[-1])
 
 
 @dataclass(frozen=True)
@@ -212,66 +231,91 @@ def gated(prologue: Activation | ClampedSwiglu, gate: jax.Array, up: jax.Array) 
 
 
 def operands(
-    x: Float[Array, "rows width"], slots: int, prologue: Prologue | None, missing: int = 0
+    x: Float[Array, "rows width"], slots: int, prologue: Prologue | None
 ) -> tuple[Float[Array, "rows copies groups slots"], list[Float[Array, "groups slots"]]]:
-    """Rows and the weight of a norm, as `Source` has them.
-
-    Args:
-        missing: zeros behind the last group, in groups.
-    """
+    """Rows and the weight of a norm, as `Source` has them."""
     copies = 2 if getattr(prologue, "gated", False) else 1
     x = x.reshape(len(x), copies, -1, slots)
     weights = []
     if isinstance(prologue, Norm):
         weights.append(jnp.reshape(taken(prologue.weight), (-1, slots)))
-    if missing:
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0)))
-        weights = [jnp.pad(weight, ((0, missing), (0, 0))) for weight in weights]
     return x, weights
 
 
 def packed_values(
     x: Float[Array, "rows width"], packing: Packing, prologue: Prologue | None
 ) -> Int[Array, "rows count padded"]:
-    """What `packing` makes of rows, by a kernel.
+    """What `packing` makes of rows, by a kernel, as `padded` has it.
 
     Args:
         prologue: one that `fuses`, or None.
-
-    Returns:
-        Whole tiles of groups. Where the last is not full, it comes once more behind one of zeros,
-        for who has to begin earlier; zeros are the values of no inputs.
     """
-    from rooflax.ops.mosaic import filled, launch, pl, plgpu, store, words_layout
+    from rooflax.ops.mosaic import launch, pl, plgpu, store, words_layout
 
     rows, slots, dtype = len(x), packing.slots, x.dtype
     inner = x.shape[1] // (2 if getattr(prologue, "gated", False) else 1)
     groups = inner // slots
+    if groups < GROUPS:
+        x, prologue = applied(prologue, x), None
+        behind = GROUPS - groups
+        x = jnp.pad(x, ((0, 0), (0, behind * slots)))
+        found = packed_values(x, packing, None)[..., :groups]
+        return padded(found)
     tiles, missing, layout = -(-groups // GROUPS), -groups % GROUPS, words_layout()
-    given, weights = operands(x, slots, prologue, missing)
-    all_tiles = tiles + 2 * bool(missing)
+    given, weights = operands(x, slots, prologue)
+    whole, first = Share(groups, 1, jnp.int32(0)), begin_of(groups)
 
     def body(x_ref: Any, *refs: Any) -> None:
         *weight, out_ref = refs
         source = Source(x_ref, weight[0] if weight else None, prologue, dtype, inner)
         row, at = (jax.lax.axis_index(axis) for axis in ("row", "tile"))
-        tile, scale = jnp.minimum(at, tiles - 1), None
+        scale = None
         if weight:
-
-            def squares(tile: Any, total: jax.Array) -> jax.Array:
-                return total + source.squares(row, tile * GROUPS)
-
-            total = jax.lax.fori_loop(0, tiles, squares, filled((GROUPS, HALF), 0.0, layout))
-            scale = source.scale(total.sum(axis=1).sum(axis=0))
-        # zeros behind the last group, and in the tile before the last one is there again
+            scale = source.scale(source.squares_of(row, whole).sum(axis=0))
+        start = jnp.minimum(at * GROUPS, groups - GROUPS)
+        values, out = source.prepared(row, start, scale), out_ref.at[row]
         number = plgpu.broadcasted_iota(jnp.int32, (GROUPS,), 0, layout=layout.reduce(1))
-        real = number < jnp.where(at == tiles, 0, groups - tile * GROUPS)
-        found = packing.packed(source.prepared(row, tile * GROUPS, scale), real)
-        for index, value in enumerate(found):
-            store(out_ref.at[row, index, pl.ds(at * GROUPS, GROUPS)], value)
+        # of the program behind the last tile: those that are its own
+        real = number >= jnp.where(at == tiles, missing, 0)
+        place = jnp.where(at == tiles, GROUPS - missing, first + start)
+        packing.store(out, place, packing.packed(values, real))
+        if not missing:
+            return
+        zeros = plgpu.layout_cast(jnp.zeros((GROUPS,), jnp.int32), layout.reduce(1))
 
-    out = jax.ShapeDtypeStruct((rows, packing.count, all_tiles * GROUPS), jnp.int32)
-    return launch(body, out, {"tile": all_tiles, "row": rows}, by_lane=True)(given, *weights)
+        def nothing(place: int) -> None:
+            for index in range(packing.count):
+                store(out.at[index, pl.ds(place, GROUPS)], zeros)
+
+        pl.when(at == tiles - 1)(lambda: nothing(first + groups))
+
+        @pl.when(at == tiles)
+        def _() -> None:
+            nothing(0)
+            nothing(2 * GROUPS - missing)
+
+    width = first + tiles * GROUPS + (GROUPS if missing else 0)
+    out = jax.ShapeDtypeStruct((rows, packing.count, width), jnp.int32)
+    grid = {"tile": tiles + bool(missing), "row": rows}
+    return launch(body, out, grid, by_lane=True)(given, *weights)
+
+
+def padded(values: Int[Array, "rows count groups"]) -> Int[Array, "rows count padded"]:
+    """Whole tiles of groups. Where the last is not full, a tile of zeros, the last one again and
+    another of zeros come before all of them, for who has to begin earlier: zeros are the values of
+    no inputs."""
+    missing = -values.shape[-1] % GROUPS
+    if not missing:
+        return values
+    none = ((0, 0),) * 2
+    whole = jnp.pad(values, (*none, (0, missing)))
+    last = jnp.pad(whole[..., -GROUPS:], (*none, (GROUPS, GROUPS)))
+    return jnp.concatenate([last, whole], axis=-1)
+
+
+def begin_of(groups: int) -> int:
+    """Where the first group lies in what `padded` gives."""
+    return 3 * GROUPS if groups % GROUPS else 0
 
 
 def step_of(largest: jax.Array, bits: int) -> tuple[jax.Array, jax.Array]:
@@ -287,6 +331,10 @@ def step_of(largest: jax.Array, bits: int) -> tuple[jax.Array, jax.Array]:
 
 def rounded(x: jax.Array, bits: int) -> jax.Array:
     """To whole numbers of so many bits; NaN, which is what an infinity times 0 is, to 0."""
+    from rooflax.ops.mosaic_bytes import nearest
+
+    if bits == 16:
+        return nearest(x)
     most = np.float32(2 ** (bits - 1) - 1)
     moved = x + jnp.where(x < 0, np.float32(-0.5), np.float32(0.5))
     bounded = jnp.minimum(jnp.maximum(moved, -most), most)

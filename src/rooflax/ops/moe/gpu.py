@@ -42,8 +42,13 @@ def experts(args: MoeArgs) -> Float[Array, "tokens hidden"]:
     x, expert_ids = args.x, args.expert_ids
     tokens, chosen = expert_ids.shape
     num_experts, pairs = args.num_experts, tokens * chosen
-    few = _is_few(args)
-    multiply, tile = (_few, _rows_each(pairs, num_experts)) if few else (_many, WIDE_TILE)
+    few = _is_few(args) and not _shares_tiles(args)
+    expected = 1 << ((pairs - 1) // num_experts).bit_length()
+    if few:
+        multiply, tile = _few, min(gpu_rows.ROWS_AT_ONCE, expected)
+    else:
+        narrow = args.up.w.code != "matrix"
+        multiply, tile = _many, max(8, min(WIDE_TILE, expected)) if narrow else WIDE_TILE
     pair_expert = expert_ids.reshape(-1)
     token_of_pair = jnp.arange(pairs, dtype=jnp.int32) // chosen
     if tile == 1:  # nothing to sort: that would take longer than the matmuls
@@ -98,6 +103,15 @@ def _by_pairs(args: MoeArgs, pair_expert: Int[Array, " pairs"]) -> Float[Array, 
     return linear.few_matmuls(rows, down, members, sizes)[:, 0]
 
 
+def _shares_tiles(args: MoeArgs) -> bool:
+    """Whether few rows of an expert go to the tensor cores: more than one is to be expected, of
+    weights that these upcast in registers."""
+    if args.expert_ids.size <= args.num_experts or args.x.dtype != jnp.bfloat16:
+        return False
+    weights = args.up.w, args.down.w
+    return all(w.code != "matrix" and _many_unsupported(w) is None for w in weights)
+
+
 def _is_few(args: MoeArgs) -> bool:
     """Whether the rows of an expert share one reading of its weights."""
     return args.expert_ids.size <= gpu_rows.ROWS_AT_ONCE * args.num_experts
@@ -122,11 +136,6 @@ def _many_unsupported(w: StoredOperand) -> str | None:
     if w.inner % DEPTH or w.outer % 64:
         return f"the experts' tensor cores take sizes by {DEPTH}, not {w.inner} and {w.outer}"
     return None
-
-
-def _rows_each(pairs: int, num_experts: int) -> int:
-    """A power of two near the rows an expert can expect, at most what shares an unpacking."""
-    return min(gpu_rows.ROWS_AT_ONCE, 1 << ((pairs - 1) // num_experts).bit_length())
 
 
 def _few(

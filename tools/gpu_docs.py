@@ -27,15 +27,15 @@ STEP_COLUMNS = {
 }  # fmt: skip
 
 
-def kernels_and_steps(table: Table, first: Table) -> list[str]:
-    """A table of each; before each number, where it differs, that of version 0.1.0."""
+def kernels_and_steps(table: Table) -> list[str]:
+    """A table of each."""
     parts = (("kernel", "kernels", KERNEL_COLUMNS), ("step", "steps", STEP_COLUMNS))
     found = []
     for what, part, columns in parts:
         lines = [f"| {what} | {' | '.join(columns)} |", "| --- " * (1 + len(columns)) + "|"]
         for name, row in table[part].items():
-            before = _known(first[part].get(name, {}))
-            cells = [_cell(_known(row).get(key), before.get(key)) for key in columns.values()]
+            numbers = [_known(row).get(key) for key in columns.values()]
+            cells = ["" if number is None else f"{number:g}" for number in numbers]
             lines.append(f"| {name} | {' | '.join(cells)} |")
         found.append("".join(f"{line}\n" for line in lines))
     return found
@@ -44,14 +44,6 @@ def kernels_and_steps(table: Table, first: Table) -> list[str]:
 def _known(row: Row) -> Row:
     """Without what no kernel was assembled for: XLA had it, or the same kernel was there."""
     return row if row.get("kernels", 1) else {k: row[k] for k in ("launches", "lowering_s")}
-
-
-def _cell(now: float | None, before: float | None) -> str:
-    if now == before:
-        return "" if now is None else f"{now:g}"
-    return " → ".join("" if number is None else f"{number:g}" for number in (before, now)).strip(
-        " →" if before is None else " "
-    )
 
 
 def committed(name: str) -> Table:
@@ -70,7 +62,7 @@ def page(text: str) -> str:
     import gpu_estimate
 
     table = newest()
-    tables = kernels_and_steps(table, committed("0.1.0")) + gpu_estimate.tables(table)
+    tables = kernels_and_steps(table) + gpu_estimate.tables(table)
     for each in tables:
         head = each.split(" |", 2)[:2]
         begin = re.escape(" |".join(head))

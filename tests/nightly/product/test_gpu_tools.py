@@ -137,9 +137,12 @@ def test_launches_at_most():
 
 def table():
     """Six launches a layer and ten besides, two instructions a weight."""
-    names = [model.step for model in gpu_estimate.MODELS]
-    kernels = {model.kernel: {"per_weight": 2.0} for model in gpu_estimate.MODELS}
-    return {"kernels": kernels, "steps": dict.fromkeys(names, {"launches": 6, "besides": 10})}
+    models = gpu_estimate.MODELS
+    kernels = {model.kernel: {"per_weight": 2.0} for model in models}
+    return {
+        "kernels": kernels,
+        "steps": {model.step: {"launches": 6, "besides": 10} for model in models},
+    }
 
 
 def test_a_step_reads_multiplies_and_launches():

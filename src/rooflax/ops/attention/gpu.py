@@ -79,7 +79,7 @@ def _no_tensor_cores(q: Any, k_pool: Pool) -> str | None:
     """Why `gpu_flash` does not take them."""
     block_size, head_dim = k_pool.values.shape[2:]
     if not q.dtype == k_pool.values.dtype == jnp.bfloat16:
-        return "attention's tensor cores take bfloat16 over bfloat16"
+        return "attention's tensor cores take bfloat16 over bfloat16 only"
     if TILE % block_size:
         return f"attention's tensor cores take no blocks of {block_size}"
     if head_dim > gpu_flash.WIDEST:

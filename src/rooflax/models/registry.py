@@ -21,11 +21,7 @@ FAMILIES = (
     "qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe",
     "gemma4_text", "gemma4", "deepseek_v2", "deepseek_v3",
 )  # fmt: skip
-READ_QUANTIZATION = (
-    "rooflax",
-    "mxfp4",
-    "fp8",
-)
+READ_QUANTIZATION = ("rooflax", "mxfp4", "fp8", "awq", "gptq")
 
 
 @runtime_checkable
@@ -125,7 +121,7 @@ def check_quantization(value: Any) -> None:
     method = value
     if isinstance(value, dict):
         method = value.get("quant_method", "mlx" if "group_size" in value else None)
-    if method not in READ_QUANTIZATION:
+    if method not in READ_QUANTIZATION or not isinstance(value, dict):
         raise UnsupportedModelError(
             f"config.json says the checkpoint is quantised by {method!r:.80}, which rooflax does "
             f"not read (only {', '.join(READ_QUANTIZATION)}); take the unquantised checkpoint."

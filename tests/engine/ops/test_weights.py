@@ -98,7 +98,7 @@ def total(w):
 
 def test_a_class_for_every_code_and_a_native_kernel():
     codes = {format.code for format in FORMATS.values()}
-    assert codes <= set(CODES) and {"matrix", "table", "pairs", *CODES} == set(native.LAYOUTS)
+    assert codes <= set(CODES) and {"matrix", "table", "pairs", *CODES} == {*native.LAYOUTS, *native.READ_AS}
     names = {name for cls in CODES.values() for name in (*cls.blocks.values(), *cls.names)}
     assert names <= set(KNOWN)
 

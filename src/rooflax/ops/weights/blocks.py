@@ -12,6 +12,8 @@ With q the codes of a weight [in, out], g = k // 32 and h = k // 16:
     q6_k     w = (d s[h]) (q - 32),                   q in 0..63, s in -128..127
     iq4_nl   w = d[g] IQ4[q],                         q in 0..15
     iq4_xs   w = (d s[g]) IQ4[q],                     q in 0..15, s in -32..31
+    int4-z64, int4-z128
+             w = d q - d z,                           q in 0..15, z in 0..255
 
 d and e of the k types and of iq4_xs are float16 that 256 inputs share. Formats of these names round
 activations to int8 in groups of 32; with "-a16" behind the name they are kept.
@@ -19,6 +21,9 @@ activations to int8 in groups of 32; with "-a16" behind the name they are kept.
 A group's codes are packed as csrc/impl_blocks.h says, in as many lines of 16 x 4 bytes as a code
 has bits. The scales of a group are one number, its fields side by side from the lowest bit on: a
 float16; d and m as 32 bits; or 64 bits: d and e, then two bytes, of s and m or of two halves.
+
+int4-z64 and int4-z128 are of AWQ and GPTQ, and no types of GGUF files: 64 or 128 inputs share a
+float16 scale and a zero point, and the kernels of q4_k read them.
 
 Source: https://github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h and gguf-py/gguf/quants.py.
 """
@@ -319,6 +324,41 @@ class Q5K(Q4K):
     code, bits = "q5_k", 5
     names = MappingProxyType({"q5_k": True, "q5_k-a16": False})
     blocks = MappingProxyType({"Q5_K": "q5_k"})
+
+
+class Zeros64(Q4K):
+    """Four bits, a float16 scale and a zero point per 64 inputs: d (q - z), exactly.
+
+    As Q4_K, whose d and e are the scale here, and whose bytes are 1 and z.
+    """
+
+    code = "int4-z64"
+    names = MappingProxyType({"w4a16-z64": False})
+    blocks = MappingProxyType({})
+    shared: ClassVar[int] = 2
+    """Groups that share the scale and the zero point."""
+
+    @classmethod
+    def fits(cls, inner: int) -> bool:
+        return inner % (cls.shared * GROUP) == 0
+
+    @classmethod
+    def scale_shape(cls, groups: int) -> tuple[int, ...]:
+        return groups // cls.shared, 1 + cls.shared // 2, PANEL
+
+    @staticmethod
+    def joined_scales(scales: np.ndarray, zeros: np.ndarray) -> np.ndarray:
+        """Scales as `pack` takes them, of float16 and of zero points."""
+        shared = scales.view(np.uint16).astype(np.uint64)
+        own = np.uint64(1) | zeros.astype(np.uint64) << np.uint64(8)
+        return shared | shared << np.uint64(16) | own << np.uint64(32)
+
+
+class Zeros128(Zeros64):
+    """As `Zeros64`, per 128 inputs."""
+
+    code, shared = "int4-z128", 4
+    names = MappingProxyType({"w4a16-z128": False})
 
 
 class Q6K(Supers):

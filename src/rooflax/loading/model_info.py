@@ -13,7 +13,6 @@ from typing import Any
 
 from rooflax.errors import CheckpointError
 from rooflax.loading.checkpoint import Checkpoint
-from rooflax.loading.fp8 import Fp8Weights, KeptFp8, is_fp8
 from rooflax.loading.generation_config import GenerationDefaults, read_generation_defaults
 from rooflax.loading.gguf import GGUFFile, gguf_in, open_gguf
 from rooflax.loading.gguf_config import gguf_generation_defaults, read_gguf_config
@@ -77,19 +76,15 @@ class ModelInfo:
         if self.gguf is not None:
             return GGUFWeights(self.gguf, self.family, self.config)
         checkpoint = Checkpoint(self.folder or "")
-        if self.scheme is not None:
-            return CodedWeights(checkpoint, self.scheme)
-        return Fp8Weights(checkpoint, self.raw_config) if is_fp8(self.raw_config) else checkpoint
+        return CodedWeights(checkpoint, self.scheme) if self.scheme else checkpoint
 
-    def prequantized(self) -> GGUFWeights | KeptCodes | KeptFp8 | Mxfp4Weights | PackedWeights:
+    def prequantized(self) -> GGUFWeights | KeptCodes | Mxfp4Weights | PackedWeights:
         """Which weights the checkpoint holds quantised, and these packed."""
         source = self.weights()
         if isinstance(source, GGUFWeights):
             return source
         if isinstance(source, CodedWeights):
             return KeptCodes(source, self.family, self.config)
-        if isinstance(source, Fp8Weights):
-            return KeptFp8(source, self.family, self.config)
         if is_packed(self.raw_config):
             return PackedWeights(source, self.family, self.config, self.raw_config)
         return Mxfp4Weights(source, self.family, self.config)
@@ -165,7 +160,7 @@ def model_info(
     if pooling is not None and not pooling.scores and not config.tied_embeddings:
         has_head = any(name.startswith("lm_head.") for name in Checkpoint(folder).names())
         config = replace(config, has_head=has_head)
-    scheme = read_scheme(raw, ignore_config_keys)
+    scheme = read_scheme(raw, folder, ignore_config_keys)
     return ModelInfo(shown, folder, name, config, raw, pooling=pooling, scheme=scheme)
 
 

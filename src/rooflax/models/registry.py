@@ -21,7 +21,12 @@ FAMILIES = (
     "qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe",
     "gemma4_text", "gemma4", "deepseek_v2", "deepseek_v3",
 )  # fmt: skip
-READ_QUANTIZATION = ("rooflax", "mxfp4", "fp8", "awq", "gptq")
+READ_QUANTIZATION = (
+    "rooflax", "mxfp4", "fp8", "awq", "gptq", "fbgemm_fp8",
+)  # fmt: skip
+
+CHANGED_BY_MLX = ("qwen3_next", "qwen3_5", "gpt_oss", "lfm2")
+"""Begin the names of families whose norms or kernels mlx-lm writes otherwise."""
 
 
 @runtime_checkable
@@ -95,7 +100,9 @@ def read_config(raw: Mapping[str, Any], *, ignore: Sequence[str] = ()) -> tuple[
         module = family(name)
         reader = ConfigReader(raw, ignore=ignore)
         check_quantization(reader.get("quantization_config", None))
+        check_quantization(reader.get("compression_config", None))
         check_quantization(reader.get("quantization", None))  # MLX's older key
+        _check_mlx(raw, name)
         config = module.config_from_hf(reader)
         reader.finish()
         _check_layers(config)
@@ -111,6 +118,15 @@ def _check_layers(config: Decoder) -> None:
         raise UnsupportedModelError(
             "config.json has dense layers alone where experts are expected; rooflax needs one "
             "layer with them."
+        )
+
+
+def _check_mlx(raw: Mapping[str, Any], name: str) -> None:
+    """Rejects what MLX converts otherwise than by quantizing."""
+    if "quantization" in raw and name.startswith(CHANGED_BY_MLX):
+        raise UnsupportedModelError(
+            f"config.json says that MLX converted the checkpoint, which of {name} changes more "
+            f"than it quantizes; take the checkpoint that it was made from."
         )
 
 

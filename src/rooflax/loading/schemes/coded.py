@@ -6,6 +6,7 @@ A scheme finds them in a checkpoint. `CodedWeights` shows each as the tensor tha
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -297,8 +298,9 @@ class KeptCodes:
         self.formats = {
             slot.name: format for slot in matmuls if slot.key in kept and (format := own[slot.name])
         }
-        coded = {slot.key for slot in matmuls if any(self._coded(slot))} - kept
-        self.dequantized = frozenset(slot.name for slot in matmuls if slot.key in coded)
+        slots = list(config.slots())
+        coded = {slot.key for slot in slots if any(self._coded(slot))} - kept
+        self.dequantized = frozenset(slot.name for slot in slots if slot.key in coded)
 
     def _coded(self, slot: Slot) -> list[Coded | None]:
         return [self._source.weights.get(self._names.find(n) or n) for n in slot.hf_names]
@@ -365,3 +367,15 @@ def modules(tensors: Tensors, end: str) -> dict[str, str]:
     dot = f".{end}"
     found = (name.removesuffix(dot) for name in tensors.names if name.endswith(dot))
     return {f"{module}.weight": module for module in found}
+
+
+def compiled(text: str) -> re.Pattern[str]:
+    """A pattern of config.json.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    try:
+        return re.compile(text)
+    except re.error:
+        raise CheckpointError(f"config.json has the pattern {text!r:.80}, which is none.") from None

@@ -29,6 +29,7 @@ from rooflax.loading.schemes.coded import (
     Groups,
     Tensors,
     affine,
+    compiled,
     modules,
     unpacked,
 )
@@ -184,7 +185,6 @@ def read_gptq(reader: ConfigReader) -> Gptq:
         UnsupportedModelError: a key that is not known, or a value that is not read.
         CheckpointError: an impossible value.
     """
-    reader.choice("quant_method", ("gptq",))
     settings = Settings(
         _bits(reader, "bits"),
         _group(reader, "group_size", 128),
@@ -200,14 +200,13 @@ def read_gptq(reader: ConfigReader) -> Gptq:
         if not isinstance(values, dict):
             raise CheckpointError(f"config.json has dynamic {pattern!r:.80} without an object.")
         if not pattern.startswith("-:"):  # those are not quantized
-            own.append((_pattern(pattern.removeprefix("+:")), settings.changed(values)))
+            own.append((compiled(pattern.removeprefix("+:")), settings.changed(values)))
     reader.waive(*UNUSED)
     return Gptq(settings, version == "gptq", own)
 
 
 def read_awq(reader: ConfigReader) -> Awq:
     """The scheme of a quantization_config; errors as of `read_gptq`."""
-    reader.choice("quant_method", ("awq",))
     reader.choice("version", ("gemm", "GEMM"), "gemm")
     bits = "w_bit" if reader.given("w_bit") else "bits"
     reader.expect(bits, 4)
@@ -221,7 +220,7 @@ def read_awq(reader: ConfigReader) -> Awq:
 
 
 UNUSED = (
-    "modules_to_not_convert", "modules_in_block_to_quantize", "block_name_to_quantize",
+    "modules_to_not_convert", "ignore", "modules_in_block_to_quantize", "block_name_to_quantize",
     "module_name_preceding_first_block", "dataset", "damp_percent", "damp_auto_increment",
     "static_groups", "true_sequential", "batch_size", "pad_token_id", "use_cuda_fp16",
     "model_seqlen", "cache_block_outputs", "tokenizer", "backend", "use_exllama",
@@ -243,10 +242,3 @@ def _group(reader: ConfigReader, key: str, default: int) -> int:
     if reader.get(key, default) == WHOLE:
         return WHOLE
     return reader.size(key, default)
-
-
-def _pattern(text: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except re.error:
-        raise CheckpointError(f"config.json has the pattern {text!r:.80}, which is none.") from None

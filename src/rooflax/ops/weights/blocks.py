@@ -14,6 +14,7 @@ With q the codes of a weight [in, out], g = k // 32 and h = k // 16:
     iq4_xs   w = (d s[g]) IQ4[q],                     q in 0..15, s in -32..31
     int4-z64, int4-z128
              w = d q - d z,                           q in 0..15, z in 0..255
+    nvfp4    w = s[h] e2m1[q],                        q in 0..15, s float32
 
 d and e of the k types and of iq4_xs are float16 that 256 inputs share. Formats of these names round
 activations to int8 in groups of 32; with "-a16" behind the name they are kept.
@@ -39,6 +40,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops.formats import GROUP, PANEL
+from rooflax.ops.weights.formats import E2M1_VALUES, looked_up
 from rooflax.ops.weights.quantized import Quantized, both_halves, namespace, split_blocks
 
 IQ4_VALUES = np.array(
@@ -361,6 +363,56 @@ class Zeros128(Zeros64):
     names = MappingProxyType({"w4a16-z128": False})
 
 
+class Nvfp4(Block):
+    """e2m1 with a float32 scale per sixteen inputs, of checkpoints alone.
+
+    The scales of a group's halves are 64 bits, stored as two words.
+    """
+
+    code, bits, parts = "nvfp4", 4, 2
+    names = MappingProxyType({"nvfp4-a16": False})
+    scale_type = np.uint64
+
+    @staticmethod
+    def joined_scales(scales: np.ndarray) -> np.ndarray:
+        """Scales as `pack` takes them, of float32 [out, in / 16]."""
+        return np.ascontiguousarray(scales).view(np.uint64)
+
+    @classmethod
+    def scale_shape(cls, groups: int) -> tuple[int, ...]:
+        return groups, 2, PANEL
+
+    @classmethod
+    def stored_type(cls) -> Any:
+        return np.uint32
+
+    @classmethod
+    def pack_scales(cls, scales: np.ndarray) -> np.ndarray:
+        halves = np.ascontiguousarray(scales)[..., None].view(np.uint32)
+        return np.ascontiguousarray(halves.swapaxes(-1, -2))
+
+    @classmethod
+    def unpack_scales(cls, scales: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(scales.swapaxes(-1, -2)).view(np.uint64)[..., 0]
+
+    @classmethod
+    def stored_factors(cls, scales: Any) -> tuple[Any, Any]:
+        words = scales.swapaxes(-1, -2)
+        if isinstance(words, np.ndarray):
+            return np.ascontiguousarray(words).view(np.float32), None
+        return jax.lax.bitcast_convert_type(words, jnp.float32), None
+
+    @classmethod
+    def factors_of(cls, scales: Any) -> tuple[Any, Any]:
+        if scales.dtype == np.uint32:  # as they are stored
+            return cls.stored_factors(scales)
+        return np.ascontiguousarray(scales)[..., None].view(np.float32), None
+
+    @classmethod
+    def decoded(cls, codes: Any) -> Any:
+        return looked_up(E2M1_VALUES, codes)
+
+
 class Q6K(Supers):
     """Six bits, a scale of eight bits per sixteen inputs."""
 
@@ -507,8 +559,7 @@ def _half(words: Any) -> Any:
 
 
 def _iq4(codes: Any) -> Any:
-    table = IQ4_VALUES if isinstance(codes, np.ndarray) else jnp.asarray(IQ4_VALUES)
-    return table[codes.astype(np.int32)]
+    return looked_up(IQ4_VALUES, codes)
 
 
 def _planes(body: np.ndarray, run: int, bits: int) -> np.ndarray:

@@ -8,12 +8,14 @@ from typing import Any
 
 from rooflax.loading.json_files import read_json_object
 from rooflax.loading.schemes.coded import CodedWeights, KeptCodes, Scheme
+from rooflax.loading.schemes.compressed_tensors import read_compressed
 from rooflax.loading.schemes.floats import read_fbgemm, read_fp8
 from rooflax.loading.schemes.gptq import read_awq, read_gptq
 from rooflax.models.config_reader import ConfigReader
 
 READERS: dict[str, Callable[[ConfigReader], Scheme]] = {
     "awq": read_awq,
+    "compressed-tensors": read_compressed,
     "fbgemm_fp8": read_fbgemm,
     "fp8": read_fp8,
     "gptq": read_gptq,

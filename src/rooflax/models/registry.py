@@ -22,7 +22,7 @@ FAMILIES = (
     "gemma4_text", "gemma4", "deepseek_v2", "deepseek_v3",
 )  # fmt: skip
 READ_QUANTIZATION = (
-    "rooflax", "mxfp4", "fp8", "awq", "gptq", "compressed-tensors", "fbgemm_fp8",
+    "rooflax", "mxfp4", "fp8", "awq", "gptq", "compressed-tensors", "fbgemm_fp8", "modelopt",
 )  # fmt: skip
 
 CHANGED_BY_MLX = ("qwen3_next", "qwen3_5", "gpt_oss", "lfm2")

@@ -11,6 +11,7 @@ from rooflax.loading.schemes.coded import CodedWeights, KeptCodes, Scheme
 from rooflax.loading.schemes.compressed_tensors import read_compressed
 from rooflax.loading.schemes.floats import read_fbgemm, read_fp8
 from rooflax.loading.schemes.gptq import read_awq, read_gptq
+from rooflax.loading.schemes.modelopt import read_modelopt
 from rooflax.models.config_reader import ConfigReader
 
 READERS: dict[str, Callable[[ConfigReader], Scheme]] = {
@@ -19,6 +20,7 @@ READERS: dict[str, Callable[[ConfigReader], Scheme]] = {
     "fbgemm_fp8": read_fbgemm,
     "fp8": read_fp8,
     "gptq": read_gptq,
+    "modelopt": read_modelopt,
 }
 KEYS = ("quantization_config", "compression_config", "quantization")
 """Of config.json: the second is compressed-tensors' older one, the third MLX's."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rooflax.loading.json_files import read_json_object
+from rooflax.loading.schemes.bitsandbytes import read_bitsandbytes
 from rooflax.loading.schemes.coded import CodedWeights, KeptCodes, Scheme
 from rooflax.loading.schemes.compressed_tensors import read_compressed
 from rooflax.loading.schemes.floats import read_fbgemm, read_fp8
@@ -16,6 +17,7 @@ from rooflax.models.config_reader import ConfigReader
 
 READERS: dict[str, Callable[[ConfigReader], Scheme]] = {
     "awq": read_awq,
+    "bitsandbytes": read_bitsandbytes,
     "compressed-tensors": read_compressed,
     "fbgemm_fp8": read_fbgemm,
     "fp8": read_fp8,

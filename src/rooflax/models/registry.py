@@ -23,7 +23,7 @@ FAMILIES = (
 )  # fmt: skip
 READ_QUANTIZATION = (
     "rooflax", "mxfp4", "fp8", "awq", "gptq", "compressed-tensors", "fbgemm_fp8", "modelopt",
-    "bitsandbytes",
+    "bitsandbytes", "mlx",
 )  # fmt: skip
 
 CHANGED_BY_MLX = ("qwen3_next", "qwen3_5", "gpt_oss", "lfm2")

@@ -12,6 +12,7 @@ from rooflax.loading.schemes.coded import CodedWeights, KeptCodes, Scheme
 from rooflax.loading.schemes.compressed_tensors import read_compressed
 from rooflax.loading.schemes.floats import read_fbgemm, read_fp8
 from rooflax.loading.schemes.gptq import read_awq, read_gptq
+from rooflax.loading.schemes.mlx import read_mlx
 from rooflax.loading.schemes.modelopt import read_modelopt
 from rooflax.models.config_reader import ConfigReader
 
@@ -22,6 +23,7 @@ READERS: dict[str, Callable[[ConfigReader], Scheme]] = {
     "fbgemm_fp8": read_fbgemm,
     "fp8": read_fp8,
     "gptq": read_gptq,
+    "mlx": read_mlx,
     "modelopt": read_modelopt,
 }
 KEYS = ("quantization_config", "compression_config", "quantization")

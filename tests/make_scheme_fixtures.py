@@ -1,6 +1,6 @@
 """Writes tests/data/schemes: weights as other libraries quantize them, and what they dequantize to.
 
-Needs compressed-tensors and bitsandbytes beside the test environment:
+Needs compressed-tensors, bitsandbytes and mlx beside the test environment:
 `python -m tests.make_scheme_fixtures`. Each case has tensors "stored/NAME" in the types of a
 checkpoint, "numbers/NAME" in float32, and its quantization_config.
 """
@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 import ml_dtypes
+import numpy as np
 import torch
 
 from rooflax.loading.safetensors import TensorToWrite, dtype_name, write_safetensors
@@ -115,6 +116,25 @@ def bits_and_bytes(name, double, kind="nf4"):
     write(f"bitsandbytes_{name}", declared, stored, {f"{MODULE}.weight": numbers})
 
 
+def mlx(name, bits, group):
+    """bfloat16 scales and biases, whose numbers are made in float32."""
+    import mlx.core as mx
+
+    mx.random.seed(bits)
+    w = mx.random.normal((OUT, IN)).astype(mx.bfloat16)
+    parts = mx.quantize(w, group_size=group, bits=bits)
+    numbers = mx.dequantize(
+        parts[0], *(part.astype(mx.float32) for part in parts[1:]), group_size=group, bits=bits
+    )
+    stored = {f"{MODULE}.weight": torch.from_numpy(np.array(parts[0]))}
+    for end, part in zip(("scales", "biases"), parts[1:], strict=True):
+        halves = np.array(part.view(mx.uint16)).view(np.int16)
+        stored[f"{MODULE}.{end}"] = torch.from_numpy(halves).view(torch.bfloat16)
+    numbers = torch.from_numpy(np.array(numbers))
+    declared = {"bits": bits, "group_size": group, "mode": "affine"}
+    write(f"mlx_{name}", declared, stored, {f"{MODULE}.weight": numbers})
+
+
 def main():
     pack = "pack-quantized"
     compressed("int4", pack, num_bits=4, strategy="group", group_size=32)
@@ -135,6 +155,8 @@ def main():
     bits_and_bytes("nf4", False)
     bits_and_bytes("nf4_double", True)
     bits_and_bytes("fp4", True, "fp4")
+    for bits, group in ((2, 32), (3, 64), (4, 64), (5, 128), (6, 64), (8, 64)):
+        mlx(f"{bits}_bits", bits, group)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Weights that compressed-tensors and bitsandbytes quantized are what these dequantize, exactly.
+"""Weights that compressed-tensors, bitsandbytes and MLX quantized are what these dequantize, exactly.
 
 tests/make_scheme_fixtures.py wrote the cases.
 """
@@ -36,6 +36,12 @@ FORMATS = {
     "compressed_nvfp4": "nvfp4-a16",
     "compressed_w8a8": "w8a16",
     "compressed_w8a8_zeros": None,
+    "mlx_2_bits": "q4_1-a16",
+    "mlx_3_bits": "q4_1-a16",
+    "mlx_4_bits": "q4_1-a16",
+    "mlx_5_bits": "q5_1-a16",
+    "mlx_6_bits": None,
+    "mlx_8_bits": None,
 }
 """What keeps the codes: float16 holds no float32 scales, and int8 no zero points."""
 

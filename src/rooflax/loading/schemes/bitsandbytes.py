@@ -12,6 +12,7 @@ Source: bitsandbytes 0.50, functional.py and autograd/_functions.py.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -74,14 +75,14 @@ def _four_bits(tensors: Tensors, name: str, state: str, kind: str) -> Coded:
     double = f"{name}.nested_absmax" in tensors
     parts = PARTS if double else PARTS[:2]
     stored = (name, state, *(f"{name}.{part}" for part in parts))
-    count, sizes = int(np.prod(shape)), {"quant_map": 16, "nested_quant_map": 256}
+    count, sizes = math.prod(shape), {"quant_map": 16, "nested_quant_map": 256}
     if shape:  # known, of more than headers
         blocks = -(-count // size)
         sizes |= {"absmax": blocks, "nested_absmax": -(-blocks // found["nested_blocksize"])}
     for part in parts:
         wanted = None if part not in sizes else (sizes[part],)
-        codes = "U8" if double and part == "absmax" else "F32"
-        tensors.expect(f"{name}.{part}", wanted, codes, beside=name)
+        dtype = "U8" if double and part == "absmax" else "F32"
+        tensors.expect(f"{name}.{part}", wanted, dtype, beside=name)
     packed = tensors.expect(name, None, "U8", beside=state)
     if shape and packed.nbytes != -(-count // 2):
         raise tensors.error(name, f"has {packed.nbytes} bytes for {list(shape)} codes of 4 bits")
@@ -98,13 +99,15 @@ def _four_bits(tensors: Tensors, name: str, state: str, kind: str) -> Coded:
         """One of each block."""
         if not double:
             return read["absmax"]()
-        nested = np.repeat(read["nested_absmax"](), found["nested_blocksize"])
         own = read["nested_quant_map"]()[read["absmax"]()]
-        return own * nested[: len(own)] + np.float32(found["nested_offset"])
+        each = min(found["nested_blocksize"], len(own))
+        return own * np.repeat(read["nested_absmax"](), each)[: len(own)] + np.float32(
+            found["nested_offset"]
+        )
 
     def numbers() -> np.ndarray:
         values = read["quant_map"]()[flat_codes()]
-        values *= np.repeat(scales(), size)[:count]
+        values *= np.repeat(scales(), min(size, count))[:count]
         return values.reshape(shape)
 
     def codes() -> tuple[np.ndarray, np.ndarray]:
@@ -126,9 +129,10 @@ def _state(tensors: Tensors, name: str) -> dict[str, Any]:
         found = empty | json.loads(data)
         whole = [*found["shape"], found["blocksize"], found["nested_blocksize"]]
         valid = all(type(n) is int and 0 < n < 1 << 31 for n in whole) and found["shape"]
-    except (ValueError, TypeError):
-        valid = False
-    if not valid or type(found["nested_offset"]) is not float:
+        valid = valid and type(found["nested_offset"]) is float
+    except (ValueError, TypeError, RecursionError):
+        found, valid = empty, False
+    if not valid:
         raise tensors.error(name, "is no state of a quantized weight")
     return found
 

@@ -12,6 +12,7 @@ import pytest
 from rooflax import load
 from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.loading.model_info import model_info
+from rooflax.ops.weights.formats import NF4_VALUES
 from tests.support.loading import vendor
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
@@ -145,6 +146,47 @@ def test_fp8_of_tensors_and_of_outputs(declared, shape, tmp_path):
     coded = vendor.write(tmp_path / "coded", vendor.LLAMA, tensors, **declared)
     formats = dict.fromkeys(("qkv", "o", "gate_up", "down"), "fp8-a16")
     vendor.check(coded, vendor.write(tmp_path / "plain", vendor.LLAMA | PLAIN, plain), formats)
+
+
+def test_fp8_of_blocks_keeps_its_codes(tmp_path):
+    """Also where the last blocks are not whole."""
+
+    def change(module, tensors, state):
+        codes = tensors[f"{module}.weight"].astype(np.float32) * 50
+        codes = tensors[f"{module}.weight"] = codes.astype(E4M3)
+        outer, inner = codes.shape
+        scales = state.uniform(0.5, 2, (-(-outer // 96), -(-inner // 96))).astype(np.float32) / 50
+        tensors[f"{module}.weight_scale_inv"] = scales
+        rows, columns = np.arange(outer) // 96, np.arange(inner) // 96
+        return codes.astype(np.float32) * scales[np.ix_(rows, columns)]
+
+    tensors, plain = changed(vendor.LLAMA, change)
+    declared = {"quant_method": "fp8", "weight_block_size": [96, 96], "fmt": "e4m3"}
+    coded = vendor.write(tmp_path / "coded", vendor.LLAMA, tensors, **declared)
+    formats = dict.fromkeys(("qkv", "o", "gate_up", "down"), "fp8-a16-g32")
+    plain = vendor.write(tmp_path / "plain", vendor.LLAMA | PLAIN, plain)
+    vendor.check(coded, plain, formats, runs=True)
+
+
+def test_nf4_keeps_its_codes(tmp_path):
+    def change(module, tensors, state):
+        shape = tensors[f"{module}.weight"].shape
+        codes = state.randint(0, 16, shape).astype(np.uint8).reshape(-1)
+        scales = state.uniform(0.01, 0.2, codes.size // 64).astype(np.float32)
+        said = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(shape)}
+        name = f"{module}.weight"
+        tensors[name] = (codes[::2] << 4 | codes[1::2])[:, None]
+        tensors[f"{name}.absmax"], tensors[f"{name}.quant_map"] = scales, NF4_VALUES
+        state = np.frombuffer(json.dumps(said).encode(), np.uint8)
+        tensors[f"{name}.quant_state.bitsandbytes__nf4"] = state
+        return (NF4_VALUES[codes] * np.repeat(scales, 64)).reshape(shape)
+
+    tensors, plain = changed(vendor.LLAMA, change)
+    declared = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    coded = vendor.write(tmp_path / "coded", vendor.LLAMA, tensors, **declared)
+    formats = dict.fromkeys(("qkv", "o", "gate_up", "down"), "nf4-a16")
+    plain = vendor.write(tmp_path / "plain", vendor.LLAMA | PLAIN, plain)
+    vendor.check(coded, plain, formats, runs=True)
 
 
 def affine(module, tensors, state, bits, group, shape=None):

@@ -33,6 +33,8 @@ from rooflax.ops.weights.blocks import Zeros64
 FLOAT16S = ("F16", "BF16")
 """Types of scales that float16 holds: bfloat16's down to 2^-17, smaller ones to steps of 2^-24."""
 FLOATS = (*FLOAT16S, "F32")
+NIBBLES = np.array([byte & 15 | byte >> 4 << 8 for byte in range(256)], "<u2")
+"""Both halves of a byte, the low one first."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,9 @@ def unpacked(words: np.ndarray, bits: int, count: int) -> np.ndarray:
     octets = np.ascontiguousarray(words).view(np.uint8)
     if bits == 8:
         return octets[..., :count]
-    if bits in (1, 2, 4):
+    if bits == 4:
+        return NIBBLES[octets].view(np.uint8)[..., :count]
+    if bits in (1, 2):
         codes = np.empty((*octets.shape, 8 // bits), np.uint8)
         for i in range(8 // bits):
             codes[..., i] = octets >> np.uint8(bits * i) & np.uint8(2**bits - 1)

@@ -134,7 +134,7 @@ class Awq:
         kind = expect(scales, (groups, outer), *FLOATS).dtype
 
         def read() -> Groups:
-            codes, own = (_awq_codes(tensors.read(n)).T for n in (name, zeros))
+            codes, own = (_awq_codes(tensors.read(n)) for n in (name, zeros))
             return Groups(codes, tensors.read(scales).T, own)
 
         return affine(
@@ -158,9 +158,12 @@ def _order(tensors: Tensors, name: str, groups: int, in_order: bool) -> np.ndarr
 
 
 def _awq_codes(words: np.ndarray) -> np.ndarray:
-    """[rows, outputs]."""
-    codes = unpacked(words, 4, words.shape[1] * 8)
-    return codes.reshape(len(words), -1, 8)[:, :, AWQ_PLACES].reshape(codes.shape)
+    """[outputs, rows]."""
+    turned = np.ascontiguousarray(words.view(np.uint32).T)
+    codes = np.empty((len(turned), 8, turned.shape[1]), np.uint8)
+    for output, place in enumerate(AWQ_PLACES):
+        codes[:, output] = turned >> np.uint32(4 * place) & np.uint32(15)
+    return codes.reshape(-1, turned.shape[1])
 
 
 def _matrix(tensors: Tensors, name: str) -> tuple[int, ...]:

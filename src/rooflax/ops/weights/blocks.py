@@ -41,7 +41,13 @@ from jaxtyping import Array, Float, Int
 
 from rooflax.ops.formats import GROUP, PANEL
 from rooflax.ops.weights.formats import E2M1_VALUES, looked_up
-from rooflax.ops.weights.quantized import Quantized, both_halves, namespace, split_blocks
+from rooflax.ops.weights.quantized import (
+    Quantized,
+    both_halves,
+    by_panel,
+    namespace,
+    split_blocks,
+)
 
 IQ4_VALUES = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
@@ -133,8 +139,7 @@ class Block(Quantized):
     @classmethod
     def pack_codes(cls, codes: np.ndarray) -> np.ndarray:
         """Codes [n, in] of whole panels as [n / 16, groups, bits, 16, 4]."""
-        quads = codes.reshape(-1, PANEL, codes.shape[1] // GROUP, 8, 4)
-        q = np.ascontiguousarray(quads.transpose(0, 2, 3, 1, 4))  # [panels, groups, 8, 16, 4]
+        q = by_panel(codes.reshape(len(codes), -1, GROUP))  # [panels, groups, 8, 16, 4]
         lines, low = [], cls.bits // 4 * 4
         if low:  # quads 0 to 3 in the low halves
             lines.append((q[:, :, :4] & 15) | (q[:, :, 4:] & 15) << 4)

@@ -3,6 +3,7 @@
 The reference packs codes one by one, as the layouts are published.
 """
 
+import jax
 import numpy as np
 import pytest
 
@@ -10,6 +11,7 @@ from rooflax import load
 from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.loading.model_info import model_info
 from rooflax.loading.plan import make_plan
+from rooflax.loading.save import save
 from tests.support.loading import vendor
 
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
@@ -115,6 +117,17 @@ def test_bfloat16_scales_are_float16s(tmp_path):
     declared = {"bits": 4, "group_size": 64, "sym": False}
     folders = both(tmp_path, declared, "gptq", group=64, dtype=ml_dtypes.bfloat16)
     vendor.check(*folders, alike("w4a16-z64"))
+
+
+@pytest.mark.parametrize("group", [64, 128])
+def test_kept_codes_are_saved_as_they_are(group, tmp_path):
+    declared = {"bits": 4, "group_size": group}
+    coded, _ = both(tmp_path, declared, "awq", group=group)
+    kept = load(coded, dtype=None)
+    save(kept, tmp_path / "saved", files_from=coded)
+    again = load(tmp_path / "saved", dtype=None)
+    same = jax.tree.map(lambda a, b: np.array_equal(a, b), kept.weights, again.weights)
+    assert all(jax.tree.leaves(same))
 
 
 def test_the_plan_says_what_numbers_take(tmp_path):

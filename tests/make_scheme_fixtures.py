@@ -6,6 +6,7 @@ checkpoint, "numbers/NAME" in float32, and its quantization_config.
 """
 
 import json
+from importlib import import_module
 from pathlib import Path
 
 import ml_dtypes
@@ -45,12 +46,11 @@ def write(name, declared, stored, numbers):
 
 def compressed(name, format, scale_dtype=torch.float32, **weights):
     """A module as compressed-tensors compresses it, and decompresses it from float32 scales."""
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-
+    compressors = import_module("compressed_tensors.compressors")
+    quantization = import_module("compressed_tensors.quantization")
     torch.manual_seed(len(name))
-    args = QuantizationArgs(**weights)
-    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    args = quantization.QuantizationArgs(**weights)
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=args)
     w = torch.randn(OUT, IN) / 8
     groups = IN // args.group_size if args.group_size and args.group_size > 0 else 1
     strategy, extra = str(args.strategy), {}
@@ -64,7 +64,7 @@ def compressed(name, format, scale_dtype=torch.float32, **weights):
     if not args.symmetric:
         low = 2 ** (args.num_bits - 1)
         state["weight_zero_point"] = torch.randint(-low, low, shape, dtype=torch.int8)
-    compressor = BaseCompressor.get_value_from_registry(format)
+    compressor = compressors.BaseCompressor.get_value_from_registry(format)
     stored = compressor.compress(state, scheme)
     exact = {
         n: t.to(torch.float32) if n == "weight_scale" and strategy != "tensor_group" else t
@@ -90,18 +90,16 @@ def compressed(name, format, scale_dtype=torch.float32, **weights):
 
 def nvfp4_numbers(stored, args):
     """As its `decompress`, which rounds to bfloat16."""
-    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
-    from compressed_tensors.quantization.lifecycle.forward import dequantize
-
+    helpers = import_module("compressed_tensors.compressors.nvfp4.helpers")
+    forward = import_module("compressed_tensors.quantization.lifecycle.forward")
     packed, scale = stored["weight_packed"], stored["weight_scale"].to(torch.float32)
-    codes = unpack_fp4_from_uint8(packed, OUT, IN, dtype=torch.float32)
+    codes = helpers.unpack_fp4_from_uint8(packed, OUT, IN, dtype=torch.float32)
     whole = stored["weight_global_scale"]
-    return dequantize(codes, scale, args=args, dtype=torch.float32, global_scale=whole)
+    return forward.dequantize(codes, scale, args=args, dtype=torch.float32, global_scale=whole)
 
 
 def bits_and_bytes(name, double, kind="nf4"):
-    import bitsandbytes.functional as functional
-
+    functional = import_module("bitsandbytes.functional")
     torch.manual_seed(len(name))
     w = torch.randn(OUT, IN)
     packed, state = functional.quantize_4bit(w, quant_type=kind, compress_statistics=double)
@@ -118,8 +116,7 @@ def bits_and_bytes(name, double, kind="nf4"):
 
 def mlx(name, bits, group):
     """bfloat16 scales and biases, whose numbers are made in float32."""
-    import mlx.core as mx
-
+    mx = import_module("mlx.core")
     mx.random.seed(bits)
     w = mx.random.normal((OUT, IN)).astype(mx.bfloat16)
     parts = mx.quantize(w, group_size=group, bits=bits)

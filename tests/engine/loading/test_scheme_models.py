@@ -4,6 +4,7 @@ References are made here from the published layouts, number by number.
 """
 
 import json
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -37,7 +38,7 @@ def int4(module, tensors, state, group):
     return codes * np.repeat(scales.astype(np.float32), group, axis=1)
 
 
-def fp8(module, tensors, state, shape, dtype=np.float32):
+def fp8(module, tensors, state, shape, dtype: Any = np.float32):
     """e4m3 with scales; the numbers."""
     codes = tensors[f"{module}.weight"].astype(np.float32) * 50
     codes = tensors[f"{module}.weight"] = codes.astype(E4M3)

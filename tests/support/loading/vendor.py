@@ -12,7 +12,7 @@ from rooflax.loading.safetensors import TensorToWrite, dtype_name, write_safeten
 from rooflax.models.registry import read_config
 from rooflax.nn.batch import Batch
 from rooflax.nn.storage import is_matmul
-from rooflax.ops.weights import Fused, packed_format
+from rooflax.ops.weights import Fused, packed_format, quantized_parts
 from tests import goldens
 
 LLAMA = {
@@ -106,5 +106,6 @@ def numbers_of(leaf):
     """Of a plain array, or a weight of one format or several side by side."""
     if not isinstance(leaf, Fused):
         return np.asarray(leaf.numbers() if hasattr(leaf, "numbers") else leaf, np.float32)
-    parts = [part.numbers().reshape(part.in_shape + part.out_shape) for part in leaf.parts]
+    each = quantized_parts(leaf)
+    parts = [part.numbers().reshape(part.in_shape + part.out_shape) for part in each]
     return np.concatenate(parts, axis=len(leaf.in_shape) + leaf.axis)

@@ -25,7 +25,9 @@ TARGETS = (
 )  # fmt: skip
 LAYOUTS = (
     "matrix", "table", "pairs", "int8", "int8-h64", "fp8", "int8-g32", "int4", "mxfp4", "q4_1",
-    "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs",)  # fmt: skip
+    "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "fp8-g32",
+    "nf4", "nvfp4",
+)  # fmt: skip
 """Of weights that its kernels read: plain ones, [in, out], [out, in] or `Pairs`, and codes."""
 READ_AS = {"int4-z64": "q4_k", "int4-z128": "q4_k"}
 """Codes whose arrays are those of another layout."""

@@ -367,6 +367,9 @@ void Packed(const PackedArgs& a) {
     case Code::kInt8Groups: return PackedCode<Int8GroupWide>(a);
     case Code::kInt4: return PackedCode<NibbleWide<Int4Group>>(a);
     case Code::kMxfp4: return PackedCode<NibbleWide<Mxfp4Group>>(a);
+    case Code::kFp8Groups: return PackedCode<Fp8GroupWide>(a);
+    case Code::kNf4: return PackedCode<FloatNibbleWide<Nf4>>(a);
+    case Code::kNvfp4: return PackedCode<FloatNibbleWide<Nvfp4>>(a);
     default: return BlocksTimesFloats(a);
   }
 }

@@ -439,6 +439,50 @@ ROOFLAX_INLINE F16 NibbleWide<Mxfp4Group>::Values() {  // doubled, as its scale 
   return Load<F16>(kValues);
 }
 
+// Scales in float32, of each group or of each of its parts.
+template <int64_t kParts>
+ROOFLAX_INLINE F16 FloatScale(const PackedArgs& a, int64_t block, int64_t part) {
+  return Load<F16>(static_cast<const float*>(a.w_scale) + (block * kParts + part) * kPanel);
+}
+
+struct Fp8GroupWide {
+  static constexpr bool kGrouped = true;
+  static int64_t Bytes(const PackedArgs&) { return 512; }
+  static void Widen(const PackedArgs& a, int64_t block, const uint8_t* from, int64_t quads, F16* w) {
+    ByteWide<Fp8Byte>::Widen(a, block, from, quads, w);
+    const F16 scale = FloatScale<1>(a, block, 0);
+    for (int64_t k = 0; k < kGroup; ++k) w[k] *= scale;
+  }
+};
+
+// As NibbleWide, with float32 scales. A type has its sixteen values, and how many parts of a group have scales.
+struct Nf4 {
+  static constexpr int64_t kParts = 1;
+  static constexpr const float* kValues = kNf4Values;
+};
+struct Nvfp4 {
+  static constexpr int64_t kParts = 2;
+  static constexpr float kValues[] = {0,     0.5f,  1,  1.5f,  2,  3,  4,  6,
+                                      -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+};
+template <typename Type>
+struct FloatNibbleWide {
+  static constexpr bool kGrouped = true;
+  static int64_t Bytes(const PackedArgs&) { return 256; }
+  static void Widen(const PackedArgs& a, int64_t block, const uint8_t* from, int64_t, F16* w) {
+    const F16 table = Load<F16>(Type::kValues);
+    const F16 low = FloatScale<Type::kParts>(a, block, 0);
+    const F16 high = FloatScale<Type::kParts>(a, block, Type::kParts - 1);
+    for (int64_t s = 0; s < 4; ++s) {
+      const U16 both = Load<U16>(from + s * 64);
+      for (int64_t j = 0; j < 4; ++j) {
+        w[s * 4 + j] = TakeLanes(table, both >> (8 * j)) * low;
+        w[16 + s * 4 + j] = TakeLanes(table, both >> (8 * j + 4)) * high;
+      }
+    }
+  }
+};
+
 template <typename Wide>
 inline const uint8_t* GroupAt(const PackedArgs& a, int64_t panel, int64_t g) {
   return a.w + panel * (a.stride * Wide::Bytes(a) / kGroup) + g * Wide::Bytes(a);

@@ -127,12 +127,27 @@ struct QuantizeGroupsArgs {
 //   kInt4        [panels, groups, 4, 16, 4]: k = 4 s + j in the low half of a byte, 16 + 4 s + j in
 //                the high one; value - 8, a float16 scale per output and group
 //   kMxfp4       as kInt4; e2m1, a scale 2^(e - 127) per output and group
+//   kFp8Groups   as kInt8Groups, e4m3; a float32 scale per output and group
+//   kNf4         as kInt4; sixteen numbers of their own, a float32 scale per output and group
+//   kNvfp4       as kInt4; e2m1, a float32 scale per output and half of a group, [panels, groups, 2, 16]
 //   the others   ggml's block types, [panels, groups, bits, 16, 4]: see impl_blocks.h and BlockScales
 enum class Code {
   kInt8, kFp8, kInt8Groups, kInt4, kMxfp4,
-  kQ4_1, kQ5_0, kQ5_1, kQ2K, kQ3K, kQ4K, kQ5K, kQ6K, kIq4Nl, kIq4Xs
+  kQ4_1, kQ5_0, kQ5_1, kQ2K, kQ3K, kQ4K, kQ5K, kQ6K, kIq4Nl, kIq4Xs,
+  kFp8Groups, kNf4, kNvfp4
 };
-constexpr int kCodes = 15;
+constexpr int kCodes = 18;
+
+// Codes that are floats with scales in float32, which meet activations in float32 alone.
+constexpr bool HasFloatScales(Code code) { return code >= Code::kFp8Groups; }
+alignas(64) constexpr float kNf4Values[16] = {
+    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
+    -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
+    0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f,
+    0.7229568362236023f, 1.0f};
+constexpr bool IsNibbles(Code code) {
+  return code == Code::kInt4 || code == Code::kMxfp4 || code == Code::kNf4 || code == Code::kNvfp4;
+}
 
 // Scales of ggml's block types, for 16 outputs:
 //   kHalf   float16 [panels, groups, 16]

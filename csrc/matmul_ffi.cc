@@ -34,7 +34,8 @@ constexpr std::pair<const char*, Layout> kLayouts[] = {
 constexpr std::pair<const char*, Code> kBlockTypes[] = {
     {"q4_1", Code::kQ4_1}, {"q5_0", Code::kQ5_0}, {"q5_1", Code::kQ5_1}, {"q2_k", Code::kQ2K},
     {"q3_k", Code::kQ3K}, {"q4_k", Code::kQ4K}, {"q5_k", Code::kQ5K}, {"q6_k", Code::kQ6K},
-    {"iq4_nl", Code::kIq4Nl}, {"iq4_xs", Code::kIq4Xs}};
+    {"iq4_nl", Code::kIq4Nl}, {"iq4_xs", Code::kIq4Xs}, {"fp8-g32", Code::kFp8Groups}, {"nf4", Code::kNf4},
+    {"nvfp4", Code::kNvfp4}};
 
 struct Inputs {
   ffi::AnyBuffer x;
@@ -84,7 +85,13 @@ void SetGroupScales(const Inputs& in, int64_t panels, Matmul& p, const char*& wh
   const bool block = p.block.bits != 0;
   if (!block || p.block.scales != BlockScales::kSuper) {
     const bool pairs = block && p.block.scales == BlockScales::kPair;
-    Fits(count == panels * kPanel * p.groups * p.stack, why, "number of scales");
+    const Code code = CodeOf(p.layout);
+    const int64_t parts = code == Code::kNvfp4 ? 2 : 1;
+    Fits(count == panels * kPanel * p.groups * parts * p.stack, why, "number of scales");
+    if (HasFloatScales(code)) {
+      Fits(type == ffi::DataType::F32 || (parts == 2 && type == ffi::DataType::U32), why, "type of scales");
+      return;
+    }
     Fits(type == (pairs ? ffi::DataType::U32 : p.layout == Layout::kMxfp4 ? ffi::DataType::U8 : ffi::DataType::F16),
          why, "type of scales");
     return;
@@ -104,7 +111,7 @@ void SetGroupScales(const Inputs& in, int64_t panels, Matmul& p, const char*& wh
 void SetPacked(const Inputs& in, int64_t axis, Matmul& p, const char*& why) {
   const auto dims = in.w.dimensions();
   p.block = TraitsOf(CodeOf(p.layout));
-  const bool nibbles = p.layout == Layout::kInt4 || p.layout == Layout::kMxfp4;
+  const bool nibbles = IsNibbles(CodeOf(p.layout));
   const int64_t rank = axis + (p.IsPerOutput() ? 4 : 5);
   if (!Fits(Rank(in.w) == rank, why, "rank of w")) return;
   const int64_t panels = dims[axis];
@@ -130,7 +137,8 @@ void SetPacked(const Inputs& in, int64_t axis, Matmul& p, const char*& why) {
   }
   const int64_t sums = p.layout == Layout::kInt8 ? panels * kPanel * p.stack : 0;
   Fits(static_cast<int64_t>(in.w_sum.element_count()) == sums, why, "number of sums");
-  Fits(!(p.bytes && p.layout == Layout::kFp8), why, "fp8 with activations in bytes");
+  Fits(!(p.bytes && (p.layout == Layout::kFp8 || HasFloatScales(CodeOf(p.layout)))), why,
+       "floats with activations in bytes");
   Fits(!p.rotated || (p.layout == Layout::kInt8 && p.inner % kRotated == 0), why, "rotated inputs");
 }
 

@@ -226,7 +226,7 @@ using rooflax::Code;
 // The value of output n at input k in packed weights, and its scale.
 float Value(Code code, const std::vector<uint8_t>& w, int64_t quads, int64_t k, int64_t n) {
   const int64_t panel = n / kPanel, lane = n % kPanel, groups = quads / 8, g = k / kGroup;
-  if (code == Code::kInt8 || code == Code::kFp8) {
+  if (code == Code::kInt8 || code == Code::kFp8 || code == Code::kFp8Groups) {
     const uint8_t byte = w[((panel * quads + k / 4) * kPanel + lane) * 4 + k % 4];
     if (code == Code::kInt8) return static_cast<int8_t>(byte);
     const int exponent = byte >> 3 & 15, fraction = byte & 7;
@@ -241,6 +241,7 @@ float Value(Code code, const std::vector<uint8_t>& w, int64_t quads, int64_t k, 
   const int64_t at = ((panel * groups + g) * 4 + k % 16 / 4) * kPanel + lane;
   const int nibble = k % kGroup < 16 ? w[at * 4 + k % 4] & 15 : w[at * 4 + k % 4] >> 4;
   if (code == Code::kInt4) return static_cast<float>(nibble - 8);
+  if (code == Code::kNf4) return rooflax::kNf4Values[nibble];
   static const float values[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
   return nibble & 8 ? -values[nibble & 7] : values[nibble];
 }
@@ -324,20 +325,23 @@ Number BlockNumber(Code code, const std::vector<uint8_t>& w, const Scales& scale
   }
 }
 
+float PartScale(Code code, int64_t k) { return code == Code::kNvfp4 && k % kGroup >= 16 ? 0.5f : 0.25f; }
+
 void TestPacked(Code code, int64_t rows, int64_t inner, int64_t outer, bool bytes) {
   const bool grouped = code != Code::kInt8 && code != Code::kFp8;
   const int64_t panels = (outer + kPanel - 1) / kPanel, quads = (inner + 3) / 4, stride = quads * 4;
   const int64_t groups = grouped ? inner / kGroup : 1;
   const auto block = rooflax::TraitsOf(code);
-  const int64_t bits = block.bits != 0 ? block.bits : code == Code::kInt4 || code == Code::kMxfp4 ? 4 : 8;
+  const int64_t bits = block.bits != 0 ? block.bits : rooflax::IsNibbles(code) ? 4 : 8;
   const int64_t per_panel = stride * kPanel * bits / 8;
   const auto x = Random(rows * inner, 1);
   std::mt19937 engine(2);
   std::vector<uint8_t> w(static_cast<size_t>(panels * per_panel));
-  const unsigned values = code == Code::kFp8 ? 127 : 256;  // no NaN
+  const unsigned values = code == Code::kFp8 || code == Code::kFp8Groups ? 127 : 256;  // no NaN
   for (auto& byte : w) byte = static_cast<uint8_t>(engine() % values);
   const auto count = static_cast<size_t>(panels * groups * kPanel);
-  const std::vector<float> scales(count, 0.25f);
+  std::vector<float> scales(count * 2, 0.25f);  // of halves of a group as well, the second's other
+  for (size_t i = 0; code == Code::kNvfp4 && i < scales.size(); ++i) scales[i] = i / kPanel % 2 == 0 ? 0.25f : 0.5f;
   const std::vector<uint16_t> halves(count, 0x3400);
   const std::vector<uint8_t> exponents(count, 125);
   std::vector<int32_t> sums(count, 0);
@@ -353,7 +357,7 @@ void TestPacked(Code code, int64_t rows, int64_t inner, int64_t outer, bool byte
   for (int64_t n = 0; n < outer; ++n) {
     for (int64_t k = 0; k < inner; ++k) {
       numbers.push_back(block.bits != 0 ? BlockNumber(code, w, of_blocks, k, n)
-                                        : Number{Value(code, w, quads, k, n) * 0.25f, 0});
+                                        : Number{Value(code, w, quads, k, n) * PartScale(code, k), 0});
     }
   }
   std::vector<uint8_t> q(static_cast<size_t>(rows * rooflax::RowBytes(stride)));
@@ -392,7 +396,7 @@ void TestPacked(Code code, int64_t rows, int64_t inner, int64_t outer, bool byte
   args.w = w.data();
   args.w_scale = code == Code::kMxfp4 ? static_cast<const void*>(exponents.data())
                  : block.bits != 0 ? of_blocks.Data(code)
-                 : grouped ? halves.data() : static_cast<const void*>(scales.data());
+                 : grouped && !rooflax::HasFloatScales(code) ? halves.data() : static_cast<const void*>(scales.data());
   args.super_groups = of_blocks.super_groups;
   args.w_sum = sums.data();
   args.x = bytes ? static_cast<const void*>(q.data()) : x.data();
@@ -723,6 +727,9 @@ int main() {
         for (Code code : kBlockTypes) TestPacked(code, rows, 128, packed, bytes);
       }
       TestPacked(Code::kFp8, rows, 67, 75, false);
+      for (Code code : {Code::kFp8Groups, Code::kNf4, Code::kNvfp4}) {
+        TestPacked(code, rows, rows == 30 ? 544 : 96, packed, false);
+      }
       if (rows == 7) {  // tiles of 16, the last not whole
         TestPacked(Code::kInt8, 45, 203, 75, true);
         for (Code code : {Code::kInt8Groups, Code::kInt4, Code::kMxfp4}) {

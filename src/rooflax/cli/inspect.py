@@ -237,6 +237,7 @@ def memory(info: ModelInfo, args: argparse.Namespace, shards: Shards | None) -> 
         "format": plan.storage.format,
         "streaming": None if plan.offloading is None else _streaming(plan.offloading),
         "weights_bytes": need.weights,
+        "dequantized_bytes": plan.dequantized_bytes,
         "kv_cache_bytes": need.kv_cache,
         "state": plan.state_rows and plan.state_rows._asdict(),
         "workspace_bytes": need.workspace,
@@ -368,6 +369,7 @@ def _memory_rows(known: dict[str, Any]) -> list[tuple[str, ...]]:
 
     rows = [
         ("weights", gib(known["weights_bytes"]), known["format"]),
+        *_dequantized_rows(known["dequantized_bytes"]),
         ("KV cache", gib(known["kv_cache_bytes"]), known["kv_dtype"]),
         *_state_rows(known["state"]),
         ("workspace", gib(known["workspace_bytes"]), "at most, of one step"),
@@ -376,6 +378,13 @@ def _memory_rows(known: dict[str, Any]) -> list[tuple[str, ...]]:
     if known["free_bytes"] is not None:
         rows.append(("free now", gib(known["free_bytes"]), ""))
     return rows
+
+
+def _dequantized_rows(nbytes: int) -> list[tuple[str, ...]]:
+    from rooflax.models.memory import gib
+
+    said = "as numbers: no format holds their codes"
+    return [("  dequantized", gib(nbytes), said)] if nbytes else []
 
 
 def _state_rows(known: dict[str, Any] | None) -> list[tuple[str, ...]]:

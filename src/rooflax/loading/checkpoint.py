@@ -90,6 +90,10 @@ class Checkpoint:
         """A read-only view of a tensor in the map; CheckpointError if it is not there."""
         return self._file(name).read(name)
 
+    def path(self, name: str) -> Path:
+        """The file that holds a tensor; CheckpointError if it is not there."""
+        return self._file(name).path
+
     def release(self, name: str) -> None:
         """Lets a tensor's pages go, so that what was read does not add up in memory."""
         self._file(name).release(name)

@@ -13,7 +13,6 @@ from typing import Any
 
 from rooflax.errors import CheckpointError
 from rooflax.loading.checkpoint import Checkpoint
-from rooflax.loading.fp8 import Fp8Weights, KeptFp8, is_fp8
 from rooflax.loading.generation_config import GenerationDefaults, read_generation_defaults
 from rooflax.loading.gguf import GGUFFile, gguf_in, open_gguf
 from rooflax.loading.gguf_config import gguf_generation_defaults, read_gguf_config
@@ -23,6 +22,7 @@ from rooflax.loading.json_files import read_config_json
 from rooflax.loading.mxfp4 import Mxfp4Weights
 from rooflax.loading.packed import PackedWeights, is_packed
 from rooflax.loading.pooling import Pooling, gguf_pooling, read_pooling
+from rooflax.loading.schemes import CodedWeights, KeptCodes, Scheme, read_scheme
 from rooflax.loading.source import Source
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.loading.weights import WeightReader
@@ -46,6 +46,7 @@ class ModelInfo:
         raw_config: config.json, or what a GGUF file's metadata says in its words.
         gguf: the GGUF file, opened.
         pooling: how it embeds or scores texts; None where the checkpoint says nothing of it.
+        scheme: how another library quantized its weights.
     """
 
     name: str
@@ -55,6 +56,7 @@ class ModelInfo:
     raw_config: Mapping[str, Any]
     gguf: GGUFFile | None = None
     pooling: Pooling | None = None
+    scheme: Scheme | None = None
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -74,15 +76,15 @@ class ModelInfo:
         if self.gguf is not None:
             return GGUFWeights(self.gguf, self.family, self.config)
         checkpoint = Checkpoint(self.folder or "")
-        return Fp8Weights(checkpoint, self.raw_config) if is_fp8(self.raw_config) else checkpoint
+        return CodedWeights(checkpoint, self.scheme) if self.scheme else checkpoint
 
-    def prequantized(self) -> GGUFWeights | KeptFp8 | Mxfp4Weights | PackedWeights:
+    def prequantized(self) -> GGUFWeights | KeptCodes | Mxfp4Weights | PackedWeights:
         """Which weights the checkpoint holds quantised, and these packed."""
         source = self.weights()
         if isinstance(source, GGUFWeights):
             return source
-        if isinstance(source, Fp8Weights):
-            return KeptFp8(source, self.family, self.config)
+        if isinstance(source, CodedWeights):
+            return KeptCodes(source, self.family, self.config)
         if is_packed(self.raw_config):
             return PackedWeights(source, self.family, self.config, self.raw_config)
         return Mxfp4Weights(source, self.family, self.config)
@@ -158,7 +160,8 @@ def model_info(
     if pooling is not None and not pooling.scores and not config.tied_embeddings:
         has_head = any(name.startswith("lm_head.") for name in Checkpoint(folder).names())
         config = replace(config, has_head=has_head)
-    return ModelInfo(shown, folder, name, config, raw, pooling=pooling)
+    scheme = read_scheme(raw, folder, ignore_config_keys)
+    return ModelInfo(shown, folder, name, config, raw, pooling=pooling, scheme=scheme)
 
 
 def _with_one_tie(raw: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from rooflax.fields.declaration import check_names, declarations, takes
 from rooflax.fields.kinds import is_whole
 from rooflax.loading.model_info import ModelInfo, model_info
 from rooflax.loading.packed import is_packed
+from rooflax.loading.schemes import KeptCodes
 from rooflax.loading.settings import DEFAULT_NUM_SEQS, EngineSettings
 from rooflax.models.memory import (
     ONE_DEVICE,
@@ -129,6 +130,13 @@ class Plan(EngineConfig):
         config = self.info.config
         whole = self.estimate(shards=ONE_DEVICE).weights
         return whole - rope_bytes(config, self.max_model_len)
+
+    @property
+    def dequantized_bytes(self) -> int:
+        """Of weights that the checkpoint holds in codes, and memory as numbers."""
+        config, storage = self.info.config, self.storage
+        slots = (slot for slot in config.slots() if slot.name in storage.dequantized)
+        return sum(storage.of(slot, config).num_bytes() for slot in slots)
 
     def estimate(
         self,
@@ -377,12 +385,14 @@ def resolve_precision(
         )
     own = asked.dtype is None
     dtype = asked.dtype or ("float32" if platform == "cpu" else "bfloat16")
-    prequantized = {}
+    prequantized, dequantized = {}, frozenset[str]()
     if (own or is_packed(info.raw_config)) and asked.quantize is None and info.folder is not None:
-        prequantized = info.prequantized().formats
+        found = info.prequantized()
+        prequantized = found.formats
+        dequantized = found.dequantized if isinstance(found, KeptCodes) else dequantized
     keeps_bfloat16 = own and reads_bfloat16 and _is_bfloat16(info)
     quantize = asked.quantize and format_on(platform, asked.quantize)
-    storage = Storage(dtype, quantize, keeps_bfloat16, prequantized)
+    storage = Storage(dtype, quantize, keeps_bfloat16, prequantized, dequantized)
     is_coarse = storage.quantizes_activations and dtype == "float32" and platform == "cpu"
     return asked.kv_dtype or ("float16" if is_coarse else dtype), storage
 

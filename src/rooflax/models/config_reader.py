@@ -107,6 +107,10 @@ class ConfigReader:
         self._parts.append(self.inner(key, value))
         return self._parts[-1]
 
+    def objects(self) -> list[str]:
+        """The keys whose values are objects."""
+        return [key for key, value in self._raw.items() if isinstance(value, dict)]
+
     def inner(self, path: str, raw: Mapping[str, Any]) -> ConfigReader:
         """A reader of what stands at a path within, with the same keys waived."""
         return ConfigReader(raw, ignore=self._ignore, path=f"{self._path}{path}.")

@@ -22,10 +22,12 @@ FAMILIES = (
     "gemma4_text", "gemma4", "deepseek_v2", "deepseek_v3",
 )  # fmt: skip
 READ_QUANTIZATION = (
-    "rooflax",
-    "mxfp4",
-    "fp8",
-)
+    "rooflax", "mxfp4", "fp8", "awq", "gptq", "compressed-tensors", "fbgemm_fp8", "modelopt",
+    "bitsandbytes", "mlx",
+)  # fmt: skip
+
+CHANGED_BY_MLX = ("qwen3_next", "qwen3_5", "gpt_oss", "lfm2")
+"""Begin the names of families whose norms or kernels mlx-lm writes otherwise."""
 
 
 @runtime_checkable
@@ -99,7 +101,9 @@ def read_config(raw: Mapping[str, Any], *, ignore: Sequence[str] = ()) -> tuple[
         module = family(name)
         reader = ConfigReader(raw, ignore=ignore)
         check_quantization(reader.get("quantization_config", None))
+        check_quantization(reader.get("compression_config", None))
         check_quantization(reader.get("quantization", None))  # MLX's older key
+        _check_mlx(raw, name)
         config = module.config_from_hf(reader)
         reader.finish()
         _check_layers(config)
@@ -118,6 +122,15 @@ def _check_layers(config: Decoder) -> None:
         )
 
 
+def _check_mlx(raw: Mapping[str, Any], name: str) -> None:
+    """Rejects what MLX converts otherwise than by quantizing."""
+    if "quantization" in raw and name.startswith(CHANGED_BY_MLX):
+        raise UnsupportedModelError(
+            f"config.json says that MLX converted the checkpoint, which of {name} changes more "
+            f"than it quantizes; take the checkpoint that it was made from."
+        )
+
+
 def check_quantization(value: Any) -> None:
     """Rejects by name a quantised checkpoint of a kind that we do not read."""
     if value is None:
@@ -125,7 +138,7 @@ def check_quantization(value: Any) -> None:
     method = value
     if isinstance(value, dict):
         method = value.get("quant_method", "mlx" if "group_size" in value else None)
-    if method not in READ_QUANTIZATION:
+    if method not in READ_QUANTIZATION or not isinstance(value, dict):
         raise UnsupportedModelError(
             f"config.json says the checkpoint is quantised by {method!r:.80}, which rooflax does "
             f"not read (only {', '.join(READ_QUANTIZATION)}); take the unquantised checkpoint."

@@ -199,6 +199,8 @@ class Storage:
         keeps_bfloat16: matmuls' weights that the checkpoint has in bfloat16 stay so.
         prequantized: formats by slot of matmuls' weights that a checkpoint holds quantised and that
             stay so, unless `quantize` asks for another; as `WeightPlan.format`.
+        dequantized: slots whose tensors a checkpoint holds in codes that become float32, though the
+            others may be bfloat16.
         offloaded: layers that are read at every step.
         pairs_bfloat16: matmuls' weights in bfloat16 are kept as `Pairs`, but for the head's table.
     """
@@ -207,6 +209,7 @@ class Storage:
     quantize: str | None = None
     keeps_bfloat16: bool = False
     prequantized: Mapping[str, str] = field(default_factory=dict)
+    dequantized: Set[str] = frozenset()
     offloaded: Set[int] = frozenset()
     pairs_bfloat16: bool = False
 
@@ -255,6 +258,7 @@ class Storage:
             if not class_of(found).fits(inner):
                 found = "w8a8" if KNOWN[found].quantizes_activations else "w8a16"
         stays = self.keeps_bfloat16 and is_bfloat16 and (multiplies or slot.key in TABLES)
+        stays &= slot.name not in self.dequantized
         dtype = "float32" if is_float32(line.layout) else "bfloat16" if stays else self.dtype
         is_resident = slot.layer not in self.offloaded
         is_plain = found is None and dtype == "bfloat16"

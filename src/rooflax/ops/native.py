@@ -25,9 +25,12 @@ TARGETS = (
 )  # fmt: skip
 LAYOUTS = (
     "matrix", "table", "pairs", "int8", "int8-h64", "fp8", "int8-g32", "int4", "mxfp4", "q4_1",
-    "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs",
+    "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "fp8-g32",
+    "nf4", "nvfp4",
 )  # fmt: skip
 """Of weights that its kernels read: plain ones, [in, out], [out, in] or `Pairs`, and codes."""
+READ_AS = {"int4-z64": "q4_k", "int4-z128": "q4_k"}
+"""Codes whose arrays are those of another layout."""
 KERNELS_VERSION = 15
 """What the arguments of its functions mean; csrc/attention_ffi.cc says the library's."""
 OLDER = "the native library is not of this version; install rooflax again"
@@ -119,9 +122,15 @@ def layouts() -> dict[str, int]:
     return {name: int(number) for name, number in pairs}
 
 
+def layout(code: str) -> int:
+    """The library's number of the layout of a weight."""
+    return layouts()[READ_AS.get(code, code)]
+
+
 def unreadable(code: str) -> str | None:
     """Why the kernels cannot read weights of this layout; None if they can."""
-    return None if code in LAYOUTS else f"the native kernels have no {code} weights"
+    known = READ_AS.get(code, code) in LAYOUTS
+    return None if known else f"the native kernels have no {code} weights"
 
 
 def _ffi_version() -> int | None:

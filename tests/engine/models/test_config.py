@@ -347,7 +347,7 @@ def test_mlxs_older_key_says_what_it_is(value):
     assert read_config(raw | {"quantization": None}) == read_config(raw)
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", None])
+@pytest.mark.parametrize("method", ["hqq", "quip", "aqlm", None])
 def test_quantised_checkpoints_of_other_kinds_are_rejected_by_name(method):
     raw = goldens.VARIANTS["llama_gqa"] | {"quantization_config": {"quant_method": method}}
     with pytest.raises(UnsupportedModelError, match=str(method)):

@@ -19,6 +19,7 @@ from tests import goldens
 
 TABLE = Path(__file__).parents[2] / "data" / "published_configs" / "configs.json"
 ROWS = json.loads(TABLE.read_text())
+QUANTIZED = json.loads((TABLE.parent / "quantization.json").read_text())
 NOT_COLLECTED = {
     "qwen3_5_text",
     "qwen3_5_moe_text",
@@ -50,6 +51,19 @@ def test_a_published_config_opens_or_is_rejected_for_the_reason_beside_it(row, t
         assert model_info(tmp_path).family == row["config"]["model_type"]
         return
     with pytest.raises(RooflaxError) as caught:
+        model_info(tmp_path)
+    assert str(caught.value).startswith(row["outcome"])
+
+
+@pytest.mark.parametrize("row", QUANTIZED, ids=lambda row: row["repository"])
+def test_a_published_quantization_opens_or_is_rejected_for_the_reason_beside_it(row, tmp_path):
+    """Beside a model of LLaMA's: quantization.json has what is known of these repositories."""
+    said = {key: value for key, value in row.items() if key.startswith("quantization")}
+    (tmp_path / "config.json").write_text(json.dumps(goldens.VARIANTS["llama_gqa"] | said))
+    if row["outcome"] == "opens":
+        assert model_info(tmp_path).scheme is not None
+        return
+    with pytest.raises(UnsupportedModelError) as caught:
         model_info(tmp_path)
     assert str(caught.value).startswith(row["outcome"])
 

@@ -61,7 +61,7 @@ def selected_matmul(
         *norm,
         _none(jnp.int32) if select is None else select,
         real_rows(args.num_rows),
-        layout=np.int64(native.layouts()[w.code]),
+        layout=np.int64(native.layout(w.code)),
         bytes=np.int64(w.quantizes_activations + w.rotates_inputs),
         narrow=np.int64(args.x.dtype == jnp.bfloat16),
         **before,

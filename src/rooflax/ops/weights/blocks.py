@@ -12,6 +12,9 @@ With q the codes of a weight [in, out], g = k // 32 and h = k // 16:
     q6_k     w = (d s[h]) (q - 32),                   q in 0..63, s in -128..127
     iq4_nl   w = d[g] IQ4[q],                         q in 0..15
     iq4_xs   w = (d s[g]) IQ4[q],                     q in 0..15, s in -32..31
+    int4-z64, int4-z128
+             w = d q - d z,                           q in 0..15, z in 0..255
+    nvfp4    w = s[h] e2m1[q],                        q in 0..15, s float32
 
 d and e of the k types and of iq4_xs are float16 that 256 inputs share. Formats of these names round
 activations to int8 in groups of 32; with "-a16" behind the name they are kept.
@@ -19,6 +22,9 @@ activations to int8 in groups of 32; with "-a16" behind the name they are kept.
 A group's codes are packed as csrc/impl_blocks.h says, in as many lines of 16 x 4 bytes as a code
 has bits. The scales of a group are one number, its fields side by side from the lowest bit on: a
 float16; d and m as 32 bits; or 64 bits: d and e, then two bytes, of s and m or of two halves.
+
+int4-z64 and int4-z128 are of AWQ and GPTQ, and no types of GGUF files: 64 or 128 inputs share a
+float16 scale and a zero point, and the kernels of q4_k read them.
 
 Source: https://github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h and gguf-py/gguf/quants.py.
 """
@@ -34,7 +40,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops.formats import GROUP, PANEL
-from rooflax.ops.weights.quantized import Quantized, both_halves, namespace, split_blocks
+from rooflax.ops.weights.formats import E2M1_VALUES, looked_up
+from rooflax.ops.weights.quantized import (
+    Quantized,
+    both_halves,
+    by_panel,
+    namespace,
+    split_blocks,
+)
 
 IQ4_VALUES = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
@@ -126,8 +139,7 @@ class Block(Quantized):
     @classmethod
     def pack_codes(cls, codes: np.ndarray) -> np.ndarray:
         """Codes [n, in] of whole panels as [n / 16, groups, bits, 16, 4]."""
-        quads = codes.reshape(-1, PANEL, codes.shape[1] // GROUP, 8, 4)
-        q = np.ascontiguousarray(quads.transpose(0, 2, 3, 1, 4))  # [panels, groups, 8, 16, 4]
+        q = by_panel(codes.reshape(len(codes), -1, GROUP))  # [panels, groups, 8, 16, 4]
         lines, low = [], cls.bits // 4 * 4
         if low:  # quads 0 to 3 in the low halves
             lines.append((q[:, :, :4] & 15) | (q[:, :, 4:] & 15) << 4)
@@ -321,6 +333,91 @@ class Q5K(Q4K):
     blocks = MappingProxyType({"Q5_K": "q5_k"})
 
 
+class Zeros64(Q4K):
+    """Four bits, a float16 scale and a zero point per 64 inputs: d (q - z), exactly.
+
+    As Q4_K, whose d and e are the scale here, and whose bytes are 1 and z.
+    """
+
+    code = "int4-z64"
+    names = MappingProxyType({"w4a16-z64": False})
+    blocks = MappingProxyType({})
+    shared: ClassVar[int] = 2
+    """Groups that share the scale and the zero point."""
+
+    @classmethod
+    def fits(cls, inner: int) -> bool:
+        return inner % (cls.shared * GROUP) == 0
+
+    @classmethod
+    def scale_shape(cls, groups: int) -> tuple[int, ...]:
+        return groups // cls.shared, 1 + cls.shared // 2, PANEL
+
+    @staticmethod
+    def joined_scales(scales: np.ndarray, zeros: np.ndarray) -> np.ndarray:
+        """Scales as `pack` takes them, of float16 and of zero points."""
+        shared = scales.view(np.uint16).astype(np.uint64)
+        own = np.uint64(1) | zeros.astype(np.uint64) << np.uint64(8)
+        return shared | shared << np.uint64(16) | own << np.uint64(32)
+
+
+class Zeros128(Zeros64):
+    """As `Zeros64`, per 128 inputs."""
+
+    code, shared = "int4-z128", 4
+    names = MappingProxyType({"w4a16-z128": False})
+
+
+class Nvfp4(Block):
+    """e2m1 with a float32 scale per sixteen inputs, of checkpoints alone.
+
+    The scales of a group's halves are 64 bits, stored as two words.
+    """
+
+    code, bits, parts = "nvfp4", 4, 2
+    names = MappingProxyType({"nvfp4-a16": False})
+    scale_type = np.uint64
+
+    @staticmethod
+    def joined_scales(scales: np.ndarray) -> np.ndarray:
+        """Scales as `pack` takes them, of float32 [out, in / 16]."""
+        return np.ascontiguousarray(scales).view(np.uint64)
+
+    @classmethod
+    def scale_shape(cls, groups: int) -> tuple[int, ...]:
+        return groups, 2, PANEL
+
+    @classmethod
+    def stored_type(cls) -> Any:
+        return np.uint32
+
+    @classmethod
+    def pack_scales(cls, scales: np.ndarray) -> np.ndarray:
+        halves = np.ascontiguousarray(scales)[..., None].view(np.uint32)
+        return np.ascontiguousarray(halves.swapaxes(-1, -2))
+
+    @classmethod
+    def unpack_scales(cls, scales: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(scales.swapaxes(-1, -2)).view(np.uint64)[..., 0]
+
+    @classmethod
+    def stored_factors(cls, scales: Any) -> tuple[Any, Any]:
+        words = scales.swapaxes(-1, -2)
+        if isinstance(words, np.ndarray):
+            return np.ascontiguousarray(words).view(np.float32), None
+        return jax.lax.bitcast_convert_type(words, jnp.float32), None
+
+    @classmethod
+    def factors_of(cls, scales: Any) -> tuple[Any, Any]:
+        if scales.dtype == np.uint32:  # as they are stored
+            return cls.stored_factors(scales)
+        return np.ascontiguousarray(scales)[..., None].view(np.float32), None
+
+    @classmethod
+    def decoded(cls, codes: Any) -> Any:
+        return looked_up(E2M1_VALUES, codes)
+
+
 class Q6K(Supers):
     """Six bits, a scale of eight bits per sixteen inputs."""
 
@@ -467,8 +564,7 @@ def _half(words: Any) -> Any:
 
 
 def _iq4(codes: Any) -> Any:
-    table = IQ4_VALUES if isinstance(codes, np.ndarray) else jnp.asarray(IQ4_VALUES)
-    return table[codes.astype(np.int32)]
+    return looked_up(IQ4_VALUES, codes)
 
 
 def _planes(body: np.ndarray, run: int, bits: int) -> np.ndarray:

@@ -9,6 +9,8 @@ With w the weight [in, out], q its codes, s its scales and g = k // 32:
                the largest |w| of the group becomes -8
     mxfp4      w[k, n] ~ e2m1(q[k, n]) * 2^(s[g, n] - 127),  as in GPT-OSS; s a byte
     fp8        w[k, n] ~ e4m3(q[k, n]) * s[n],  s[n] = max over k of |w| / 448
+    fp8-g32    w[k, n] = e4m3(q[k, n]) * s[g, n],   of checkpoints: s a float32
+    nf4        w[k, n] = nf4(q[k, n]) * s[g, n],    likewise, as bitsandbytes has it
 
 Formats that round take activations as int8 inside the matmul: one scale per row for int8, one per
 row and group of 32 for the others.
@@ -36,6 +38,13 @@ from rooflax.ops.weights.rotation import BLOCK, restore, rotate
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 E2M1_VALUES = np.concatenate([E2M1, -E2M1])
+NF4_VALUES = np.array(
+    [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+     0.7229568362236023, 1.0], np.float32,
+)  # fmt: skip
+"""Quantiles of a normal distribution, as bitsandbytes' functional.py has them."""
 E8M0_VALUES = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
 FLOAT16_MAX = np.float32(65504)
 FP8_MAX = 448.0
@@ -102,8 +111,30 @@ class Fp8(Quantized):
         return scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scales, largest
 
     @classmethod
-    def decoded(cls, codes: jax.Array) -> jax.Array:
+    def decoded(cls, codes: Any) -> Any:
+        if isinstance(codes, np.ndarray):
+            return codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
         return jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+
+
+class Fp8Groups(Fp8):
+    """e4m3 with a float32 scale per output and group of 32 inputs, of checkpoints alone."""
+
+    code, grouped, has_matrix = "fp8-g32", True, False
+    names = MappingProxyType({"fp8-a16-g32": False})
+
+
+class Nf4(Quantized):
+    """Four bits that number sixteen values with a float32 scale per output and group of 32 inputs,
+    of checkpoints alone."""
+
+    code, nibbles, zero, has_matrix = "nf4", True, 7, False
+    scale_type = np.float32
+    names = MappingProxyType({"nf4-a16": False})
+
+    @classmethod
+    def decoded(cls, codes: Any) -> Any:
+        return looked_up(NF4_VALUES, codes)
 
 
 class Int8Groups(Quantized):
@@ -191,14 +222,15 @@ class Mxfp4(Quantized):
 
     @classmethod
     def decoded(cls, codes: Any) -> Any:
-        return _looked_up(E2M1_VALUES, codes)
+        return looked_up(E2M1_VALUES, codes)
 
     @staticmethod
     def factors(scales: Any) -> Any:
-        return _looked_up(E8M0_VALUES, scales)
+        return looked_up(E8M0_VALUES, scales)
 
 
-def _looked_up(table: np.ndarray, index: Any) -> Any:
+def looked_up(table: np.ndarray, index: Any) -> Any:
+    """Entries of a table, on the host or not."""
     on_host = isinstance(index, np.ndarray)
     return (table if on_host else jnp.asarray(table))[index.astype(jnp.int32)]
 

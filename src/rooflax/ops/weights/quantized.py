@@ -178,8 +178,7 @@ class Quantized(StoredOperand):
         groups = codes.reshape(len(codes), -1, GROUP)
         if cls.nibbles:
             groups = groups[:, :, :16] | (groups[:, :, 16:] << 4)
-        quads = groups.shape[2] // 4
-        return groups.reshape(-1, PANEL, groups.shape[1], quads, 4).transpose(0, 2, 3, 1, 4)
+        return by_panel(groups)
 
     @classmethod
     def pack_scales(cls, scales: np.ndarray) -> np.ndarray:
@@ -297,6 +296,13 @@ class Quantized(StoredOperand):
         return codes[..., : self.outer, : self.inner], scales[outputs]
 
 
+def by_panel(groups: np.ndarray) -> np.ndarray:
+    """Bytes [n, groups, m] of whole panels as [n / 16, groups, m / 4, 16, 4]."""
+    words = np.ascontiguousarray(groups).view(np.uint32)  # four bytes are moved at once
+    moved = words.reshape(-1, PANEL, *words.shape[1:]).transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(moved)[..., None].view(groups.dtype)
+
+
 def namespace(array: Any) -> Any:
     """The module whose functions take an array: NumPy's on the host."""
     return np if isinstance(array, np.ndarray) else jnp
@@ -394,12 +400,13 @@ def _packed(
     at = 0
     for codes, scale in chunks:
         padding = -len(codes) % PANEL
-        codes = np.pad(codes, ((0, padding), (0, 0)), constant_values=kind.zero)
+        if padding:
+            codes = np.pad(codes, ((0, padding), (0, 0)), constant_values=kind.zero)
+            scale = np.pad(scale, ((0, padding),) + ((0, 0),) * (scale.ndim - 1))
         end = at + len(codes) // PANEL
         values[at:end] = kind.pack_codes(codes).reshape(end - at, -1)
-        scale = np.pad(scale, ((0, padding),) + ((0, 0),) * (scale.ndim - 1))
-        by_panel = scale.reshape(end - at, PANEL, *scale.shape[1:]).swapaxes(1, -1)
-        scales[at:end] = kind.pack_scales(by_panel).reshape(end - at, -1)
+        own = scale.reshape(end - at, PANEL, *scale.shape[1:]).swapaxes(1, -1)
+        scales[at:end] = kind.pack_scales(own).reshape(end - at, -1)
         if kind.has_sums:
             sums[at:end] = codes.sum(axis=1, dtype=np.int32).reshape(-1, PANEL)
         at = end

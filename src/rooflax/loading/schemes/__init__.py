@@ -1,0 +1,68 @@
+"""Schemes by which other libraries store quantized weights in folders of Hugging Face."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rooflax.loading.json_files import read_json_object
+from rooflax.loading.schemes.bitsandbytes import read_bitsandbytes
+from rooflax.loading.schemes.coded import CodedWeights, KeptCodes, Scheme
+from rooflax.loading.schemes.compressed_tensors import read_compressed
+from rooflax.loading.schemes.floats import read_fbgemm, read_fp8
+from rooflax.loading.schemes.gptq import read_awq, read_gptq
+from rooflax.loading.schemes.mlx import read_mlx
+from rooflax.loading.schemes.modelopt import read_modelopt
+from rooflax.models.config_reader import ConfigReader
+
+READERS: dict[str, Callable[[ConfigReader], Scheme]] = {
+    "awq": read_awq,
+    "bitsandbytes": read_bitsandbytes,
+    "compressed-tensors": read_compressed,
+    "fbgemm_fp8": read_fbgemm,
+    "fp8": read_fp8,
+    "gptq": read_gptq,
+    "mlx": read_mlx,
+    "modelopt": read_modelopt,
+}
+KEYS = ("quantization_config", "compression_config", "quantization")
+"""Of config.json: the second is compressed-tensors' older one, the third MLX's."""
+BESIDE = "hf_quant_config.json"
+"""Where modelopt says what config.json may leave out."""
+
+__all__ = ["CodedWeights", "KeptCodes", "Scheme", "declared_in", "read_scheme"]
+
+
+def declared_in(raw: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
+    """What a checkpoint says of its quantization, with its `quant_method`."""
+    for key in KEYS:
+        found = raw.get(key)
+        if isinstance(found, dict):
+            named = "mlx" if "group_size" in found else None
+            return {"quant_method": named} | found
+    found = read_json_object(folder / BESIDE).get("quantization")
+    return {"quant_method": "modelopt"} | found if isinstance(found, dict) else None
+
+
+def read_scheme(raw: Mapping[str, Any], folder: Path, ignore: Sequence[str] = ()) -> Scheme | None:
+    """The scheme that a checkpoint names; None where it names none of these.
+
+    Args:
+        raw: config.json.
+        ignore: keys to waive.
+
+    Raises:
+        UnsupportedModelError: a key of it is not known, or has a value that is not read.
+        CheckpointError: an impossible value.
+    """
+    declared = declared_in(raw, folder)
+    method = declared and declared["quant_method"]
+    if declared is None or method not in READERS:
+        return None
+    named = declared | {"model_type": method}  # in sentences
+    reader = ConfigReader(named, ignore=ignore, path="quantization_config.")
+    reader.waive("quant_method")
+    scheme = READERS[method](reader)
+    reader.finish()
+    return scheme

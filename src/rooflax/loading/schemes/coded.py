@@ -1,0 +1,385 @@
+"""Weights that another library quantized: which stored tensors are one, and what their codes are.
+
+A scheme finds them in a checkpoint. `CodedWeights` shows each as the tensor that it stands for, and
+`KeptCodes` packs those whose numbers a format of ours holds exactly; the others become float32.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from rooflax.errors import CheckpointError
+from rooflax.loading.checkpoint import Checkpoint
+from rooflax.loading.prequantized import beside, output_order
+from rooflax.loading.safetensors import TensorInfo
+from rooflax.loading.tensor_plan import NameMap
+from rooflax.models.registry import family
+from rooflax.nn.decoder import Decoder
+from rooflax.nn.storage import is_head, is_matmul, matmul_shape, parts_of
+from rooflax.nn.weights import HeadPart, PerExpert, Slot, TensorLayout
+from rooflax.ops import accelerator
+from rooflax.ops.formats import BESIDE, GROUP
+from rooflax.ops.host_arrays import Put
+from rooflax.ops.weights import Fused, Quantized, class_of, pack
+from rooflax.ops.weights.blocks import Zeros64
+
+FLOAT16S = ("F16", "BF16")
+"""Types of scales that float16 holds: bfloat16's down to 2^-17, smaller ones to steps of 2^-24."""
+FLOATS = (*FLOAT16S, "F32")
+NIBBLES = np.array([byte & 15 | byte >> 4 << 8 for byte in range(256)], "<u2")
+"""Both halves of a byte, the low one first."""
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A weight of a checkpoint in codes.
+
+    Attributes:
+        shape: of the tensor that it stands for, mostly [out, in].
+        stored: its tensors in the checkpoint.
+        format: the one that holds its numbers exactly; None where none does.
+        numbers: makes the tensor, in float32.
+        codes: [out, in] and scales [out, ...] as `ops.weights.pack` takes them for the format.
+    """
+
+    shape: tuple[int, ...]
+    stored: tuple[str, ...]
+    format: str | None
+    numbers: Callable[[], np.ndarray]
+    codes: Callable[[], tuple[np.ndarray, np.ndarray]]
+
+
+class Found(NamedTuple):
+    """What a scheme finds.
+
+    Attributes:
+        weights: by the names of the tensors that they stand for.
+        unused: stored tensors that change nothing here, such as scales of activations.
+    """
+
+    weights: dict[str, Coded]
+    unused: set[str]
+
+
+class Scheme(Protocol):
+    """One library's way to store quantized weights, with what config.json says of them."""
+
+    def find(self, tensors: Tensors) -> Found:
+        """Reads headers alone.
+
+        Raises:
+            CheckpointError: tensors that do not fit each other, by name and file.
+        """
+        ...
+
+
+class Tensors:
+    """A checkpoint's tensors, and sentences that name them."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        self._checkpoint = checkpoint
+        self.read = checkpoint.read
+        self.names = checkpoint.names()
+        self._present = set(self.names)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._present
+
+    def info(self, name: str) -> TensorInfo:
+        return self._checkpoint.info(name)
+
+    def error(self, name: str, reason: str) -> CheckpointError:
+        where = self._checkpoint.path(name) if name in self else self._checkpoint.folder
+        return CheckpointError(f"{name:.200} in {where} {reason}.")
+
+    def expect(
+        self, name: str, shape: tuple[int, ...] | None, *dtypes: str, beside: str
+    ) -> TensorInfo:
+        """What a header says of a tensor that belongs to another.
+
+        Args:
+            shape: None is any.
+
+        Raises:
+            CheckpointError: it is not there, or something else.
+        """
+        if name not in self:
+            raise self.error(beside, f"has no {name.rpartition('.')[2]:.80} beside it")
+        info = self.info(name)
+        if info.dtype not in dtypes or (shape is not None and info.shape != shape):
+            wanted = "" if shape is None else f" {list(shape)}"
+            raise self.error(
+                name, f"is {info.dtype} {list(info.shape)}, wanted {' or '.join(dtypes)}{wanted}"
+            )
+        return info
+
+
+class Groups(NamedTuple):
+    """Whole numbers in groups of inputs: (codes - zeros) * scales.
+
+    Attributes:
+        codes: [out, in], of up to 8 bits.
+        scales: [out, groups].
+        zeros: [out, groups], or one number.
+        order: the group of each input; None where those of a group lie together.
+    """
+
+    codes: np.ndarray
+    scales: np.ndarray
+    zeros: np.ndarray | int
+    order: np.ndarray | None = None
+
+    def numbers(self) -> np.ndarray:
+        """[out, in] in float32."""
+        codes, scales = self.codes.astype(np.float32), self.scales.astype(np.float32)
+        zeros = np.broadcast_to(np.asarray(self.zeros, np.float32), scales.shape)
+        if self.order is None:
+            by_group = codes.reshape(*scales.shape, -1)
+            by_group -= zeros[..., None]
+            by_group *= scales[..., None]
+            return by_group.reshape(codes.shape)
+        codes -= zeros[:, self.order]
+        codes *= scales[:, self.order]
+        return codes
+
+
+def affine(
+    shape: tuple[int, int],
+    stored: tuple[str, ...],
+    *,
+    bits: int,
+    group: int,
+    scales: str,
+    zero: int | None,
+    read: Callable[[], Groups],
+    error: Callable[[str], CheckpointError],
+) -> Coded:
+    """A weight of whole numbers.
+
+    Args:
+        group: inputs that share a scale; 0 where the order of inputs is another.
+        scales: their type.
+        zero: of all groups; None where each has its own.
+        read: `Groups` of the file; it need not look at zero points that are all `zero`.
+        error: of what is found in them.
+    """
+    format = _affine_format(shape[1], bits, group, scales, zero)
+
+    def numbers() -> np.ndarray:
+        return read().numbers()
+
+    def codes() -> tuple[np.ndarray, np.ndarray]:
+        found = read()
+        if zero is not None and np.any(found.zeros != zero):
+            raise error(f"holds other zero points than {zero}, which config.json calls symmetric")
+        assert format is not None
+        if format == "w8a16":
+            return _less(found, zero or 0), found.scales.astype(np.float32)[:, 0]
+        repeats = group // GROUP
+        halves = found.scales.astype(np.float16)
+        if np.any(np.isinf(halves) & np.isfinite(found.scales)):
+            raise error("has a scale beyond 65504")
+        if zero is None and issubclass(class_of(format), Zeros64):
+            joined = Zeros64.joined_scales(halves, np.asarray(found.zeros))
+            return found.codes, np.repeat(joined, repeats, axis=1)
+        halves = np.repeat(halves, repeats, axis=1)
+        if format == "w4a16":
+            return found.codes, halves
+        return _less(found, zero), halves
+
+    return Coded(shape, stored, format, numbers, codes)
+
+
+def _affine_format(inner: int, bits: int, group: int, scales: str, zero: int | None) -> str | None:
+    """What holds whole numbers with a scale, and perhaps a zero point, per group."""
+    in_groups = group > 0 and group % GROUP == 0 and scales in FLOAT16S
+    if group == inner and zero is not None and (bits == 8 or not in_groups):
+        return "w8a16"
+    if not in_groups:
+        return None
+    if zero is not None:
+        return "w4a16" if (bits, zero) == (4, 8) else "w8a16-g32"
+    if bits == 4 and accelerator.platform() == "cpu":
+        for size in (128, 64):
+            if group % size == 0:
+                return f"w4a16-z{size}"
+    return "w8a16-g32" if bits < 8 else None
+
+
+def _less(found: Groups, zero: int | None) -> np.ndarray:
+    """Codes less their zero points, as int8."""
+    if zero is not None:
+        return (found.codes - np.uint8(zero)).view(np.int8)
+    by_group = found.codes.reshape(*found.scales.shape, -1)
+    less = by_group - np.asarray(found.zeros, np.uint8)[..., None]
+    return less.reshape(found.codes.shape).view(np.int8)
+
+
+def unpacked(words: np.ndarray, bits: int, count: int) -> np.ndarray:
+    """Codes [..., count] of `bits` each, which lie one after the other from the lowest bit on.
+
+    Args:
+        words: [..., n], 32 bits each.
+    """
+    octets = np.ascontiguousarray(words).view(np.uint8)
+    if bits == 8:
+        return octets[..., :count]
+    if bits == 4:
+        return NIBBLES[octets].view(np.uint8)[..., :count]
+    if bits in (1, 2):
+        codes = np.empty((*octets.shape, 8 // bits), np.uint8)
+        for i in range(8 // bits):
+            codes[..., i] = octets >> np.uint8(bits * i) & np.uint8(2**bits - 1)
+        return codes.reshape(*octets.shape[:-1], -1)[..., :count]
+    singles = np.unpackbits(octets, axis=-1, bitorder="little")[..., : count * bits]
+    by_code = singles.reshape(*singles.shape[:-1], count, bits)
+    return (by_code << np.arange(bits, dtype=np.uint8)).sum(axis=-1, dtype=np.uint8)
+
+
+class CodedWeights:
+    """The interface of a checkpoint over one whose weights a scheme reads."""
+
+    def __init__(self, checkpoint: Checkpoint, scheme: Scheme):
+        self._source = checkpoint
+        self.weights, unused = scheme.find(Tensors(checkpoint))
+        other = unused | {name for coded in self.weights.values() for name in coded.stored}
+        self._names = [n for n in checkpoint.names() if n not in other] + list(self.weights)
+
+    def names(self) -> list[str]:
+        return self._names
+
+    def info(self, name: str) -> TensorInfo:
+        coded = self.weights.get(name)
+        if coded is None:
+            return self._source.info(name)
+        nbytes = sum(self._source.info(stored).nbytes for stored in coded.stored)
+        return TensorInfo("F32", coded.shape, nbytes)
+
+    def read(self, name: str) -> np.ndarray:
+        coded = self.weights.get(name)
+        return self._source.read(name) if coded is None else coded.numbers()
+
+    def release(self, name: str) -> None:
+        for stored in self._stored(name):
+            self._source.release(stored)
+
+    def prefetch(self, name: str) -> None:
+        for stored in self._stored(name):
+            self._source.prefetch(stored)
+
+    def _stored(self, name: str) -> tuple[str, ...]:
+        coded = self.weights.get(name)
+        return (name,) if coded is None else coded.stored
+
+
+class KeptCodes:
+    """The weights of a checkpoint that stay in their codes, for `Storage.prequantized`.
+
+    Attributes:
+        formats: by slot.
+        dequantized: slots of weights in codes that become numbers, because no format holds them.
+    """
+
+    def __init__(self, source: CodedWeights, name: str, config: Decoder):
+        self._source, self._config = source, config
+        self._names = NameMap(set(source.names()), family(name))
+        matmuls = [slot for slot in config.slots() if is_matmul(slot, config)]
+        own = {slot.name: self._format(slot) for slot in matmuls}
+        of_key: dict[str, set[str | None]] = {}
+        for slot in matmuls:
+            of_key.setdefault(slot.key, set()).add(own[slot.name])
+        differ = accelerator.platform() == "cpu"
+        kept = {
+            k for k, found in of_key.items() if None not in found and (differ or len(found) == 1)
+        }
+        self.formats = {
+            slot.name: format for slot in matmuls if slot.key in kept and (format := own[slot.name])
+        }
+        slots = list(config.slots())
+        coded = {slot.key for slot in slots if any(self._coded(slot))} - kept
+        self.dequantized = frozenset(slot.name for slot in slots if slot.key in coded)
+
+    def _coded(self, slot: Slot) -> list[Coded | None]:
+        return [self._source.weights.get(self._names.find(n) or n) for n in slot.hf_names]
+
+    def _format(self, slot: Slot) -> str | None:
+        """The format of a weight, or of each of its tensors; None where one has none."""
+        layout = slot.line.layout
+        layout = layout.each if isinstance(layout, PerExpert) else layout
+        transposed = type(layout) is TensorLayout and not is_head(slot, self._config)
+        if transposed or isinstance(layout, HeadPart):
+            return None
+        each = [coded and coded.format for coded in self._coded(slot)]
+        if len(set(each)) == 1:
+            return each[0]
+        _, sizes = slot.line.layout.beside(matmul_shape(slot, self._config)[1]) or (0, ())
+        on_cpu = accelerator.platform() == "cpu"
+        if not on_cpu or None in each or len(sizes) != len(each):
+            return None
+        return BESIDE.join(format for format in each if format)
+
+    def packed(self, slot: Slot, put: Put = jax.device_put) -> Quantized | Fused:
+        """A matmul's weight from the checkpoint's own codes, its outputs in our order."""
+        in_shape, out_shape = matmul_shape(slot, self._config)
+        parts = parts_of(slot.line.layout, self.formats[slot.name], out_shape)
+        each = (
+            pack(part.format, *codes, in_shape, part.out_shape(out_shape), put)
+            for part, codes in zip(parts, self.codes(slot), strict=True)
+        )
+        return beside(self.formats[slot.name], parts, each)
+
+    def codes(
+        self, slot: Slot, experts: slice = slice(None)
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Codes and scales [*experts, out, ...] of each part, in our order of outputs."""
+        found = [coded for coded in self._coded(slot) if coded is not None]
+        if slot.line.num_stacked:  # gate's outputs, then up's, as they lie here
+            count = slot.line.shape(self._config.axis_sizes)[0]
+            size = len(found) // count
+            chosen = [found[i * size : (i + 1) * size] for i in range(count)[experts]]
+            each = [_joined([coded.codes() for coded in own]) for own in chosen]
+            codes, scales = zip(*each, strict=True)
+            return [(np.stack(codes), np.stack(scales))]
+        _, out_shape = matmul_shape(slot, self._config)
+        rows = np.cumsum([0, *(coded.shape[0] for coded in found)])
+        numbers = [np.arange(*ends, dtype=np.int32)[:, None] for ends in pairwise(rows)]
+        order = output_order(slot, self._config, numbers).reshape(out_shape)
+        parts = []
+        for part in parts_of(slot.line.layout, self.formats[slot.name], out_shape):
+            codes, scales = _joined([coded.codes() for coded in found[part.tensors]])
+            own = order[part.index].reshape(-1) - rows[part.tensors.start or 0]
+            parts.append((codes[own], scales[own]))
+        return parts
+
+
+def _joined(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    if len(parts) == 1:
+        return parts[0]
+    codes, scales = zip(*parts, strict=True)
+    return np.concatenate(codes), np.concatenate(scales)
+
+
+def modules(tensors: Tensors, end: str) -> dict[str, str]:
+    """By the names of the tensors that stand for them, the modules that have such a tensor."""
+    dot = f".{end}"
+    found = (name.removesuffix(dot) for name in tensors.names if name.endswith(dot))
+    return {f"{module}.weight": module for module in found}
+
+
+def compiled(text: str) -> re.Pattern[str]:
+    """A pattern of config.json.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    try:
+        return re.compile(text)
+    except re.error:
+        raise CheckpointError(f"config.json has the pattern {text!r:.80}, which is none.") from None

@@ -1,0 +1,215 @@
+"""Weights of 8-bit and 4-bit floats with scales, as several schemes store them.
+
+A value is code * scale in float32. Of e4m3 a tensor, each output, each block of it or each group of
+inputs has a scale; NVFP4 has e2m1 codes, two in a byte, an e4m3 scale per 16 inputs and a float32
+of the whole tensor, MXFP4 a power of two per 32 inputs.
+
+Sources: transformers, integrations/finegrained_fp8.py and fbgemm_fp8.py; vLLM,
+model_executor/layers/quantization/fp8.py and modelopt.py; compressed-tensors, compressors/nvfp4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from rooflax.errors import CheckpointError
+from rooflax.loading.schemes.coded import FLOATS, Coded, Found, Tensors, unpacked
+from rooflax.models.config_reader import ConfigReader
+from rooflax.ops import accelerator
+from rooflax.ops.formats import GROUP
+from rooflax.ops.weights.blocks import Nvfp4
+from rooflax.ops.weights.formats import E2M1_VALUES, E8M0_VALUES
+
+E4M3, NVFP4_GROUP = "F8_E4M3", 16
+NOT_A_NUMBER = 0x7F
+"""Of an e4m3 code without its sign."""
+UNUSED = (
+    "input_scale", "activation_scale", "input_zero_point", "input_global_scale", "input_scale_ub",
+    "output_scale", "output_zero_point", "k_scale", "v_scale", "q_scale", "prob_scale",
+    "k_zero_point", "v_zero_point",
+)  # fmt: skip
+"""Scales of activations and of a KV cache, which are not rounded here."""
+
+
+def is_unused(name: str) -> bool:
+    return name.rpartition(".")[2] in UNUSED
+
+
+def fp8_weight(
+    tensors: Tensors, name: str, scale: str, block: tuple[int, int] | None = None
+) -> Coded:
+    """e4m3 codes with a scale for the tensor, each output, each group of inputs or each block.
+
+    Args:
+        block: outputs and inputs of one.
+    """
+    info = tensors.info(name)
+    if not info.dtype.startswith("F8_"):
+        raise tensors.error(name, f"is {info.dtype} and has scales, which belong to F8 codes alone")
+    shape, scales = info.shape, tensors.expect(scale, None, *FLOATS, "F8_E8M0", beside=name).shape
+    blocks = (
+        None if block is None else tuple(-(-n // b) for n, b in zip(shape, block, strict=False))
+    )
+    one, each = scales in ((), (1,), (1, 1)), scales in (shape[:1], (shape[0], 1))
+    grouped = len(scales) == 2 and scales[0] == shape[0] and not shape[-1] % scales[1]
+    if len(shape) != 2 or not (one or scales == blocks or (block is None and (each or grouped))):
+        wanted = (
+            "or one of each output" if block is None else f"or one for each block of {[*block]}"
+        )
+        raise tensors.error(name, f"{list(shape)} has scales {list(scales)}; wanted one, {wanted}")
+    size = shape[1] if one or each else block[1] if block else shape[1] // scales[1]
+    rows = block[0] if block and not one else 1
+
+    def own_scales() -> np.ndarray:
+        """[out, groups], or [1, 1] of all."""
+        found = np.asarray(tensors.read(scale), np.float32)
+        if one or each:
+            return found.reshape(-1, 1)
+        return np.repeat(found, rows, axis=0)[: shape[0]]
+
+    def numbers() -> np.ndarray:
+        values = tensors.read(name).astype(np.float32)
+        own = own_scales()
+        values *= own if own.shape[1] == 1 else np.repeat(own, size, axis=1)[:, : shape[1]]
+        return values
+
+    def codes() -> tuple[np.ndarray, np.ndarray]:
+        """NaN as a scale where a code is no number."""
+        found = tensors.read(name).view(np.uint8)
+        broken = (found & NOT_A_NUMBER) == NOT_A_NUMBER
+        own = np.broadcast_to(own_scales(), (shape[0], own_scales().shape[1])).copy()
+        if format == "fp8-a16":
+            own = own[:, 0]
+            own[broken.any(axis=1)] = np.nan
+            return found, own
+        own = np.repeat(own, size // GROUP, axis=1)[:, : shape[1] // GROUP]
+        own[broken.reshape(*own.shape, GROUP).any(axis=2)] = np.nan
+        return found, own
+
+    format = None
+    if info.dtype == E4M3:
+        in_groups = not size % GROUP and not shape[1] % GROUP
+        format = "fp8-a16" if size == shape[1] and rows == 1 else _on_cpu("fp8-a16-g32", in_groups)
+    return Coded(shape, (name, scale), format, numbers, codes)
+
+
+def _on_cpu(format: str, fits: bool = True) -> str | None:
+    """A format that only CPUs get."""
+    return format if fits and accelerator.platform() == "cpu" else None
+
+
+def nvfp4_weight(
+    tensors: Tensors, name: str, scale: str, whole: str, *, divides: bool, group: int = NVFP4_GROUP
+) -> Coded:
+    """e2m1 codes, low half first, with an e4m3 scale per 16 inputs.
+
+    Args:
+        whole: the tensor's scale, which the others are multiplied by, or divided by.
+    """
+    shape = _nibbles(tensors, name)
+    if shape[1] % group:
+        raise tensors.error(name, f"has {shape[1]} inputs, which groups of {group} do not divide")
+    tensors.expect(scale, (shape[0], shape[1] // group), E4M3, beside=name)
+    if tensors.expect(whole, None, "F32", beside=name).shape not in ((), (1,)):
+        raise tensors.error(whole, "is no single number")
+
+    def factors() -> np.ndarray:
+        by_group = tensors.read(scale).astype(np.float32)
+        one = np.float32(tensors.read(whole).reshape(-1)[0])
+        with np.errstate(all="ignore"):
+            return by_group / one if divides else by_group * one
+
+    def codes() -> tuple[np.ndarray, np.ndarray]:
+        return _codes(tensors, name, shape[1]), Nvfp4.joined_scales(factors())
+
+    format = _on_cpu("nvfp4-a16", shape[1] % GROUP == 0 and group == NVFP4_GROUP)
+    numbers = partial(_e2m1_numbers, tensors, name, shape, factors)
+    return Coded(shape, (name, scale, whole), format, numbers, codes)
+
+
+def mxfp4_weight(tensors: Tensors, name: str, scale: str) -> Coded:
+    """e2m1 codes, low half first, with a power of two per 32 inputs."""
+    shape = _nibbles(tensors, name)
+    if shape[1] % GROUP:
+        raise tensors.error(name, f"has {shape[1]} inputs, which groups of {GROUP} do not divide")
+    tensors.expect(scale, (shape[0], shape[1] // GROUP), "U8", "F8_E8M0", beside=name)
+
+    def exponents() -> np.ndarray:
+        return tensors.read(scale).view(np.uint8)
+
+    def codes() -> tuple[np.ndarray, np.ndarray]:
+        return _codes(tensors, name, shape[1]), exponents()
+
+    numbers = partial(_e2m1_numbers, tensors, name, shape, lambda: E8M0_VALUES[exponents()])
+    return Coded(shape, (name, scale), "mxfp4-a16", numbers, codes)
+
+
+def _nibbles(tensors: Tensors, name: str) -> tuple[int, int]:
+    info = tensors.info(name)
+    if info.dtype != "U8" or len(info.shape) != 2:
+        raise tensors.error(name, f"is {info.dtype} {list(info.shape)}, wanted U8 [out, in / 2]")
+    return info.shape[0], info.shape[1] * 2
+
+
+def _codes(tensors: Tensors, name: str, inner: int) -> np.ndarray:
+    return unpacked(tensors.read(name), 4, inner)
+
+
+def _e2m1_numbers(
+    tensors: Tensors, name: str, shape: tuple[int, int], factors: Callable[[], np.ndarray]
+) -> np.ndarray:
+    values = E2M1_VALUES[_codes(tensors, name, shape[1])]
+    own = factors()
+    by_group = values.reshape(*own.shape, -1)
+    by_group *= own[..., None]
+    return by_group.reshape(shape)
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """e4m3 tensors X with scales X_scale_inv or X_scale: of DeepSeek, Qwen, FBGEMM."""
+
+    block: tuple[int, int] | None
+
+    def find(self, tensors: Tensors) -> Found:
+        ends = ("_scale_inv", "_scale")
+        scales = {n: n + end for n in tensors.names for end in ends if n + end in tensors}
+        known = {*scales, *scales.values()}
+        for name in tensors.names:
+            kind = tensors.info(name).dtype
+            if name not in known and kind.startswith("F8_"):
+                raise tensors.error(
+                    name, f"is {kind} and has no scales, without which its codes are no numbers"
+                )
+        found = {n: fp8_weight(tensors, n, scale, self.block) for n, scale in scales.items()}
+        return Found(found, {name for name in tensors.names if is_unused(name)})
+
+
+def read_fp8(reader: ConfigReader) -> Fp8:
+    """The scheme of DeepSeek, Qwen and Mistral; errors as of `gptq.read_gptq`."""
+    reader.expect("fmt", "e4m3", "float8_e4m3fn")
+    reader.choice("activation_scheme", ("dynamic", "static"), "dynamic")
+    reader.waive("modules_to_not_convert", "ignored_layers", "scale_fmt", "dequantize")
+    reader.waive("kv_cache_scheme")
+    reader.expect("kv_cache_quant_method", None, "fp8")
+    block = reader.get("weight_block_size", [128, 128])
+    if (
+        not isinstance(block, list)
+        or len(block) != 2
+        or not all(type(n) is int and n > 0 for n in block)
+    ):
+        raise CheckpointError(
+            f"config.json has weight_block_size = {block!r:.80}; it must be two whole numbers "
+            f"above 0."
+        )
+    return Fp8((block[0], block[1]))
+
+
+def read_fbgemm(reader: ConfigReader) -> Fp8:
+    """The scheme of FBGEMM, with a scale for each output."""
+    reader.waive("modules_to_not_convert", "activation_scale_ub", "quantization_type")
+    return Fp8(None)

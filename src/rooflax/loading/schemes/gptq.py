@@ -1,0 +1,247 @@
+"""AWQ and GPTQ: whole numbers of a few bits with a scale and a zero point per group of inputs.
+
+    GPTQ   X.qweight int32 [in * bits / 32, out], inputs from the lowest bits on; X.qzeros
+           [groups, out * bits / 32]; X.scales [groups, out]; X.g_idx [in], the group of each input
+    AWQ    X.qweight int32 [in, out / 8]; X.qzeros [groups, out / 8]; the eight outputs of a word in
+           the order 0, 2, 4, 6, 1, 3, 5, 7; X.scales [groups, out]
+
+A weight is (q - z) * s, exact in float32. Zero points of GPTQ's first version are stored less one,
+modulo 2^bits, as AutoGPTQ reads them.
+
+Source: AutoGPTQ, nn_modules/qlinear; GPTQModel, utils/model.py; AutoAWQ, utils/packing_utils.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from rooflax.errors import CheckpointError
+from rooflax.loading.schemes.coded import (
+    FLOATS,
+    Coded,
+    Found,
+    Groups,
+    Tensors,
+    affine,
+    compiled,
+    modules,
+    unpacked,
+)
+from rooflax.models.config_reader import ConfigReader
+
+WHOLE = -1
+"""The group size of a weight whose inputs share one scale."""
+AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Where in a word each of eight outputs is."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What config.json says of all modules, or of one.
+
+    Attributes:
+        group: inputs that share a scale.
+        symmetric: all zero points are half of the codes.
+        ordered: the inputs of a group lie together.
+    """
+
+    bits: int
+    group: int
+    symmetric: bool
+    ordered: bool
+
+    def changed(self, own: Mapping[str, Any]) -> Settings:
+        """With the values of a module's own."""
+        reader = ConfigReader(own, path="quantization_config.dynamic.")
+        found = Settings(
+            _bits(reader, "bits", self.bits),
+            _group(reader, "group_size", self.group),
+            reader.flag("sym", self.symmetric),
+            not reader.flag("desc_act", not self.ordered),
+        )
+        reader.finish()
+        return found
+
+
+@dataclass(frozen=True)
+class Gptq:
+    """GPTQ's tensors.
+
+    Attributes:
+        less_one: zero points are stored less one.
+        own: patterns of modules with settings of their own, the first match counting.
+    """
+
+    settings: Settings
+    less_one: bool
+    own: list[tuple[re.Pattern[str], Settings]] = field(default_factory=list)
+
+    def find(self, tensors: Tensors) -> Found:
+        found = {n: self._coded(tensors, m) for n, m in modules(tensors, "qweight").items()}
+        return Found(found, set())
+
+    def _coded(self, tensors: Tensors, module: str) -> Coded:
+        s = next((own for pattern, own in self.own if pattern.match(module)), self.settings)
+        name, order = f"{module}.qweight", f"{module}.g_idx"
+        words = _matrix(tensors, name)
+        inner, outer = words[0] * 32 // s.bits, words[1]
+        groups = _num_groups(tensors, name, inner, s.group)
+        expect = partial(tensors.expect, beside=name)
+        expect(f"{module}.qzeros", (groups, -(-outer * s.bits // 32)), "I32")
+        scales = expect(f"{module}.scales", (groups, outer), *FLOATS)
+        stored = [name, f"{module}.qzeros", f"{module}.scales"]
+        if order in tensors:
+            expect(order, (inner,), "I32", "I64")
+            stored.append(order)
+        in_order = s.ordered or groups == 1 or order not in tensors
+
+        def read() -> Groups:
+            first, last = np.uint8(self.less_one), np.uint8(2**s.bits - 1)
+            codes = unpacked(tensors.read(name).T, s.bits, inner)
+            zeros = (unpacked(tensors.read(stored[1]), s.bits, outer) + first) & last
+            found = _order(tensors, order, groups, in_order)
+            return Groups(codes, tensors.read(stored[2]).T, zeros.T, found)
+
+        return affine(
+            (outer, inner), tuple(stored), bits=s.bits, group=inner // groups if in_order else 0,
+            scales=scales.dtype, zero=1 << s.bits - 1 if s.symmetric else None, read=read,
+            error=partial(tensors.error, stored[1]),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Awq:
+    """AWQ's tensors, of four bits."""
+
+    group: int
+
+    def find(self, tensors: Tensors) -> Found:
+        found = {n: self._coded(tensors, m) for n, m in modules(tensors, "qweight").items()}
+        return Found(found, set())
+
+    def _coded(self, tensors: Tensors, module: str) -> Coded:
+        name, zeros, scales = (f"{module}.{end}" for end in ("qweight", "qzeros", "scales"))
+        inner, words = _matrix(tensors, name)
+        outer, groups = words * 8, _num_groups(tensors, name, inner, self.group)
+        expect = partial(tensors.expect, beside=name)
+        expect(zeros, (groups, words), "I32")
+        kind = expect(scales, (groups, outer), *FLOATS).dtype
+
+        def read() -> Groups:
+            codes, own = (_awq_codes(tensors.read(n)) for n in (name, zeros))
+            return Groups(codes, tensors.read(scales).T, own)
+
+        return affine(
+            (outer, inner), (name, zeros, scales), bits=4, group=inner // groups, scales=kind,
+            zero=None, read=read, error=partial(tensors.error, zeros),
+        )  # fmt: skip
+
+
+def _order(tensors: Tensors, name: str, groups: int, in_order: bool) -> np.ndarray | None:
+    """The group of each input, if they do not lie together."""
+    if name not in tensors or groups == 1:
+        return None
+    order = tensors.read(name)
+    if order.min() < 0 or order.max() >= groups:
+        raise tensors.error(name, f"names groups from {order.min()} to {order.max()} of {groups}")
+    if np.array_equal(order, np.arange(len(order)) // (len(order) // groups)):
+        return None
+    if in_order:
+        raise tensors.error(name, "has another order of inputs, and config.json no desc_act")
+    return order
+
+
+def _awq_codes(words: np.ndarray) -> np.ndarray:
+    """[outputs, rows]."""
+    turned = np.ascontiguousarray(words.view(np.uint32).T)
+    codes = np.empty((len(turned), 8, turned.shape[1]), np.uint8)
+    for output, place in enumerate(AWQ_PLACES):
+        codes[:, output] = turned >> np.uint32(4 * place) & np.uint32(15)
+    return codes.reshape(-1, turned.shape[1])
+
+
+def _matrix(tensors: Tensors, name: str) -> tuple[int, ...]:
+    info = tensors.info(name)
+    if info.dtype != "I32" or len(info.shape) != 2:
+        raise tensors.error(name, f"is {info.dtype} {list(info.shape)}, wanted I32 [rows, columns]")
+    return info.shape
+
+
+def _num_groups(tensors: Tensors, name: str, inner: int, group: int) -> int:
+    if group == WHOLE:
+        return 1
+    if inner % group:
+        raise tensors.error(name, f"has {inner} inputs, which groups of {group} do not divide")
+    return inner // group
+
+
+def read_gptq(reader: ConfigReader) -> Gptq:
+    """The scheme of a quantization_config.
+
+    Raises:
+        UnsupportedModelError: a key that is not known, or a value that is not read.
+        CheckpointError: an impossible value.
+    """
+    settings = Settings(
+        _bits(reader, "bits"),
+        _group(reader, "group_size", 128),
+        reader.flag("sym", True),
+        not reader.flag("desc_act", False),
+    )
+    version = reader.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    reader.choice("format", (version,), version)
+    reader.expect("lm_head", False, True)
+    reader.expect("pack_dtype", "int32", None)
+    own = []
+    for pattern, values in (reader.get("dynamic", {}) or {}).items():
+        if not isinstance(values, dict):
+            raise CheckpointError(f"config.json has dynamic {pattern!r:.80} without an object.")
+        if not pattern.startswith("-:"):  # those are not quantized
+            own.append((compiled(pattern.removeprefix("+:")), settings.changed(values)))
+    reader.waive(*UNUSED)
+    return Gptq(settings, version == "gptq", own)
+
+
+def read_awq(reader: ConfigReader) -> Awq:
+    """The scheme of a quantization_config; errors as of `read_gptq`."""
+    reader.choice("version", ("gemm", "GEMM"), "gemm")
+    bits = "w_bit" if reader.given("w_bit") else "bits"
+    reader.expect(bits, 4)
+    reader.expect("zero_point", True)
+    for key in ("format", "checkpoint_format"):
+        reader.expect(key, "gemm", "GEMM")
+    reader.expect("dynamic", {}, None)
+    reader.waive("sym", "desc_act", "lm_head", "pack_dtype", *UNUSED)
+    size = "q_group_size" if reader.given("q_group_size") else "group_size"
+    return Awq(_group(reader, size, 128))
+
+
+UNUSED = (
+    "modules_to_not_convert", "ignore", "modules_in_block_to_quantize", "block_name_to_quantize",
+    "module_name_preceding_first_block", "dataset", "damp_percent", "damp_auto_increment",
+    "static_groups", "true_sequential", "batch_size", "pad_token_id", "use_cuda_fp16",
+    "model_seqlen", "cache_block_outputs", "tokenizer", "backend", "use_exllama",
+    "disable_exllama", "exllama_config", "max_input_length", "model_name_or_path",
+    "model_file_base_name", "is_marlin_format", "do_fuse", "modules_to_fuse",
+    "fuse_max_seq_len", "meta", "quantizer", "act_group_aware", "hessian",
+)  # fmt: skip
+"""Keys of quantization, of kernels, and of modules that are found by their tensors anyway."""
+
+
+def _bits(reader: ConfigReader, key: str, *default: int) -> int:
+    value = reader.size(key, *default, most=8)
+    if value not in (2, 3, 4, 8):
+        raise CheckpointError(f"config.json has {key} = {value}; it must be 2, 3, 4 or 8.")
+    return value
+
+
+def _group(reader: ConfigReader, key: str, default: int) -> int:
+    if reader.get(key, default) == WHOLE:
+        return WHOLE
+    return reader.size(key, default)

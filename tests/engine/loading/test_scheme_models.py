@@ -1,0 +1,335 @@
+"""Models as compressed-tensors, modelopt, FBGEMM, MLX and bitsandbytes write them.
+
+References are made here from the published layouts, number by number.
+"""
+
+import json
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from rooflax import load
+from rooflax.errors import CheckpointError, UnsupportedModelError
+from rooflax.loading.model_info import model_info
+from rooflax.ops.weights.formats import NF4_VALUES
+from tests.support.loading import vendor
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+E4M3 = ml_dtypes.float8_e4m3fn
+PLAIN = {"torch_dtype": "float32"}
+
+
+def halves(codes):
+    """Two codes of four bits a byte, low half first."""
+    return (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)
+
+
+def int4(module, tensors, state, group):
+    """pack-quantized, symmetric; the numbers."""
+    outer, inner = tensors.pop(f"{module}.weight").shape
+    codes = state.randint(-8, 8, (outer, inner))
+    scales = (state.uniform(0.5, 2, (outer, inner // group)) / 100).astype(ml_dtypes.bfloat16)
+    packed = halves((codes + 8).astype(np.uint8))
+    tensors[f"{module}.weight_packed"] = packed.view(np.int32)
+    tensors[f"{module}.weight_scale"] = scales
+    tensors[f"{module}.weight_shape"] = np.array([outer, inner])
+    return codes * np.repeat(scales.astype(np.float32), group, axis=1)
+
+
+def fp8(module, tensors, state, shape, dtype: Any = np.float32):
+    """e4m3 with scales; the numbers."""
+    codes = tensors[f"{module}.weight"].astype(np.float32) * 50
+    codes = tensors[f"{module}.weight"] = codes.astype(E4M3)
+    scales = (state.uniform(0.5, 2, shape(*codes.shape)) / 50).astype(dtype)
+    tensors[f"{module}.weight_scale"] = scales
+    return codes.astype(np.float32) * scales.astype(np.float32)
+
+
+def nvfp4(module, tensors, state, names):
+    """e2m1, a scale per 16 inputs, and one of all; codes, and both."""
+    outer, inner = tensors.pop(f"{module}.weight").shape
+    codes = state.randint(0, 16, (outer, inner)).astype(np.uint8)
+    scales = state.uniform(50, 400, (outer, inner // 16)).astype(E4M3)
+    weight, scale = names
+    tensors[f"{module}.{weight}"], tensors[f"{module}.{scale}"] = halves(codes), scales
+    return np.array(E2M1, np.float32)[codes], scales.astype(np.float32)
+
+
+def changed(raw, change):
+    """Tensors in codes, and those of their numbers; `change` replaces a module's weight."""
+    tensors, state = vendor.tensors(raw), np.random.RandomState(1)
+    plain = dict(tensors)
+    for module in vendor.linears(tensors):
+        numbers = change(module, tensors, state)
+        if numbers is not None:
+            plain[f"{module}.weight"] = numbers.astype(np.float32)
+    return tensors, plain
+
+
+GROUPS = {
+    "group_0": {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64},
+        "input_activations": None,
+    },
+    "group_1": {
+        "targets": ["re:.*mlp[.](gate|up)_proj$", "model.layers.0.mlp.down_proj"],
+        "format": "float-quantized",
+        "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "actorder": None},
+        "input_activations": {"num_bits": 8, "type": "float", "strategy": "token"},
+    },
+}
+COMPRESSED = {
+    "quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": GROUPS,
+    "ignore": ["lm_head", "re:.*o_proj"], "quantization_status": "compressed",
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False},
+    "sparsity_config": {}, "transform_config": {}, "version": "0.13", "global_compression_ratio": 2,
+}  # fmt: skip
+
+
+def of_groups(module, tensors, state):
+    if "o_proj" in module:
+        tensors["model.layers.0.self_attn.k_scale"] = np.ones(1, np.float32)
+        return None
+    if "mlp" in module:
+        return fp8(module, tensors, state, lambda outer, _: (outer, 1), ml_dtypes.bfloat16)
+    return int4(module, tensors, state, 64)
+
+
+def test_compressed_tensors_of_several_groups(tmp_path):
+    tensors, plain = changed(vendor.LLAMA, of_groups)
+    coded = vendor.write(tmp_path / "coded", vendor.LLAMA, tensors, **COMPRESSED)
+    formats = {"qkv": "w4a16", "o": None, "gate_up": "fp8-a16", "down": "fp8-a16"}
+    plain = vendor.write(tmp_path / "plain", vendor.LLAMA | PLAIN, plain)
+    vendor.check(coded, plain, formats, runs=True)
+
+
+def test_nvfp4_of_modelopt_whose_config_json_says_nothing(tmp_path):
+    def change(module, tensors, state):
+        values, scales = nvfp4(module, tensors, state, ("weight", "weight_scale"))
+        whole = np.float32(state.uniform(1, 2) / 3000)
+        tensors[f"{module}.weight_scale_2"] = whole.reshape(())
+        tensors[f"{module}.input_scale"] = np.float32(1).reshape(())
+        return values * np.repeat(scales * whole, 16, axis=1)
+
+    tensors, plain = changed(vendor.LLAMA, change)
+    coded = vendor.write(tmp_path / "coded", vendor.LLAMA, tensors)
+    said = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16}
+    said = {
+        "producer": {"name": "modelopt"},
+        "quantization": said | {"exclude_modules": ["lm_head"]},
+    }
+    (coded / "hf_quant_config.json").write_text(json.dumps(said))
+    formats = dict.fromkeys(("qkv", "o", "gate_up", "down"), "nvfp4-a16")
+    plain = vendor.write(tmp_path / "plain", vendor.LLAMA | PLAIN, plain)
+    vendor.check(coded, plain, formats, runs=True)
+
+
+@pytest.mark.parametrize(
+    ("declared", "shape"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, lambda *_: ()),
+        (
+            {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+            lambda outer, _: (outer, 1),
+        ),
+    ],
+    ids=["modelopt", "fbgemm"],
+)
+def test_fp8_of_tensors_and_of_outputs(declared, shape, tmp_path):
+    def change(module, tensors, state):
+        tensors[f"{module}.input_scale"] = np.float32(1).reshape(())
+        return fp8(module, tensors, state, shape)
+
+    tensors, plain = changed(vendor.LLAMA, change)
+    coded = vendor.write(tmp_path / "coded", vendor.LLAMA, tensors, **declared)
+    formats = dict.fromkeys(("qkv", "o", "gate_up", "down"), "fp8-a16")
+    vendor.check(coded, vendor.write(tmp_path / "plain", vendor.LLAMA | PLAIN, plain), formats)
+
+
+def test_fp8_of_blocks_keeps_its_codes(tmp_path):
+    """Also where the last blocks are not whole."""
+
+    def change(module, tensors, state):
+        codes = tensors[f"{module}.weight"].astype(np.float32) * 50
+        codes = tensors[f"{module}.weight"] = codes.astype(E4M3)
+        outer, inner = codes.shape
+        scales = state.uniform(0.5, 2, (-(-outer // 96), -(-inner // 96))).astype(np.float32) / 50
+        tensors[f"{module}.weight_scale_inv"] = scales
+        rows, columns = np.arange(outer) // 96, np.arange(inner) // 96
+        return codes.astype(np.float32) * scales[np.ix_(rows, columns)]
+
+    tensors, plain = changed(vendor.LLAMA, change)
+    declared = {"quant_method": "fp8", "weight_block_size": [96, 96], "fmt": "e4m3"}
+    coded = vendor.write(tmp_path / "coded", vendor.LLAMA, tensors, **declared)
+    formats = dict.fromkeys(("qkv", "o", "gate_up", "down"), "fp8-a16-g32")
+    plain = vendor.write(tmp_path / "plain", vendor.LLAMA | PLAIN, plain)
+    vendor.check(coded, plain, formats, runs=True)
+
+
+def test_nf4_keeps_its_codes(tmp_path):
+    def change(module, tensors, state):
+        shape = tensors[f"{module}.weight"].shape
+        codes = state.randint(0, 16, shape).astype(np.uint8).reshape(-1)
+        scales = state.uniform(0.01, 0.2, codes.size // 64).astype(np.float32)
+        said = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(shape)}
+        name = f"{module}.weight"
+        tensors[name] = (codes[::2] << 4 | codes[1::2])[:, None]
+        tensors[f"{name}.absmax"], tensors[f"{name}.quant_map"] = scales, NF4_VALUES
+        state = np.frombuffer(json.dumps(said).encode(), np.uint8)
+        tensors[f"{name}.quant_state.bitsandbytes__nf4"] = state
+        return (NF4_VALUES[codes] * np.repeat(scales, 64)).reshape(shape)
+
+    tensors, plain = changed(vendor.LLAMA, change)
+    declared = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    coded = vendor.write(tmp_path / "coded", vendor.LLAMA, tensors, **declared)
+    formats = dict.fromkeys(("qkv", "o", "gate_up", "down"), "nf4-a16")
+    plain = vendor.write(tmp_path / "plain", vendor.LLAMA | PLAIN, plain)
+    vendor.check(coded, plain, formats, runs=True)
+
+
+def affine(module, tensors, state, bits, group, shape=None):
+    """MLX's q * s + b; the numbers."""
+    shape = shape or tensors.pop(f"{module}.weight").shape
+    codes = state.randint(0, 2**bits, shape).astype(np.uint8)
+    groups = (*shape[:-1], shape[-1] // group)
+    scales = (state.standard_normal(groups) / 2**bits / 10).astype(ml_dtypes.bfloat16)
+    biases = (state.standard_normal(groups) / 10).astype(ml_dtypes.bfloat16)
+    flat = codes.reshape(-1, shape[-1])
+    octets = halves(flat) if bits == 4 else flat
+    words = np.ascontiguousarray(octets).view(np.uint32)
+    tensors[f"{module}.weight"] = words.reshape(*shape[:-1], -1)
+    tensors[f"{module}.scales"], tensors[f"{module}.biases"] = scales, biases
+    wide = [np.repeat(a.astype(np.float32), group, axis=-1) for a in (scales, biases)]
+    return codes * wide[0] + wide[1]
+
+
+def mlx_sizes(module):
+    return {"bits": 8, "group_size": 32} if "down" in module else {"bits": 4, "group_size": 64}
+
+
+def test_mlx_with_a_quantized_embedding(tmp_path):
+    tensors, plain = changed(
+        vendor.LLAMA,
+        lambda module, *rest: affine(module, *rest, *mlx_sizes(module).values()),
+    )
+    state = np.random.RandomState(5)
+    for module in ("model.embed_tokens", "lm_head"):
+        plain[f"{module}.weight"] = affine(module, tensors, state, 4, 64).astype(np.float32)
+    own = {"model.layers.0.mlp.down_proj": {"bits": 8, "group_size": 32}}
+    said = {"bits": 4, "group_size": 64, "mode": "affine", "model.layers.0.x": False} | own
+    raw = vendor.LLAMA | {"quantization": said, "quantization_config": said}
+    coded = vendor.write(tmp_path / "coded", raw, tensors)
+    formats = {"qkv": "q4_1-a16", "o": "q4_1-a16", "gate_up": "q4_1-a16", "down": None}
+    plain = vendor.write(tmp_path / "plain", vendor.LLAMA | PLAIN, plain)
+    vendor.check(coded, plain, formats, runs=True)
+
+
+def test_mlx_with_experts_in_one_stack(tmp_path):
+    tensors, state = vendor.tensors(vendor.EXPERTS), np.random.RandomState(2)
+    plain = dict(tensors)
+    for module in vendor.linears(tensors):
+        if ".experts.0." in module:
+            stack = module.replace(".experts.0.", ".switch_mlp.")
+            shape = (vendor.EXPERTS["num_experts"], *tensors[f"{module}.weight"].shape)
+            numbers = affine(stack, tensors, state, 4, 64, shape).astype(np.float32)
+            for expert, own in enumerate(numbers):
+                name = module.replace(".experts.0.", f".experts.{expert}.") + ".weight"
+                plain[name] = own
+                del tensors[name]
+    raw = vendor.EXPERTS | {"quantization": {"bits": 4, "group_size": 64}}
+    coded = vendor.write(tmp_path / "coded", raw, tensors)
+    formats = {"qkv": None, "o": None, "gate_up": "q4_1-a16", "down": "q4_1-a16", "router": None}
+    plain = vendor.write(tmp_path / "plain", vendor.EXPERTS | PLAIN, plain)
+    vendor.check(coded, plain, formats, runs=True)
+
+
+def test_int8_of_bitsandbytes(tmp_path):
+    """q * SCB / 127 is rounded twice, once where it is kept with SCB / 127 as its scale."""
+
+    def change(module, tensors, state):
+        shape = tensors[f"{module}.weight"].shape
+        codes = tensors[f"{module}.weight"] = state.randint(-127, 128, shape).astype(np.int8)
+        scales = tensors[f"{module}.SCB"] = state.uniform(1, 2, shape[0]).astype(np.float32)
+        tensors[f"{module}.weight_format"] = np.zeros((), np.uint8)
+        return codes.astype(np.float32) * scales[:, None] * np.float32(7.874015718698502e-3)
+
+    tensors, plain = changed(vendor.LLAMA, change)
+    declared = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 6.0}
+    coded = vendor.write(tmp_path / "coded", vendor.LLAMA, tensors, **declared)
+    ours = load(coded)
+    theirs = load(vendor.write(tmp_path / "plain", vendor.LLAMA | PLAIN, plain))
+    wanted = vendor.leaves(theirs)
+    for slot, leaf in vendor.leaves(ours).items():
+        np.testing.assert_array_equal(leaf, wanted[slot])
+    for slot, leaf in vendor.leaves(load(coded, dtype=None)).items():
+        numbers = vendor.numbers_of(leaf).reshape(wanted[slot].shape)
+        np.testing.assert_allclose(numbers, wanted[slot], rtol=2e-7, atol=0)
+
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("weight_scale", None, r"q_proj.weight_packed in .* has no weight_scale beside it"),
+        ("weight_scale", lambda a: a[:, :1], r"q_proj.weight_scale in .*wanted one for each group"),
+        ("weight_shape", lambda a: a + 1, r"weight_shape in .* says \[129, 129\], and the codes"),
+        ("weight_packed", lambda a: a[:, :-1], "has 120 inputs, which groups of 64 do not divide"),
+        ("weight_packed", lambda a: a.view(np.float32), "weight_packed in .* is F32"),
+    ],
+)
+def test_what_does_not_fit_is_named(name, change, said, tmp_path):
+    tensors, _ = changed(vendor.LLAMA, of_groups)
+    at = tensors.pop(f"{Q}.{name}")
+    if change is not None:
+        tensors[f"{Q}.{name}"] = np.ascontiguousarray(change(at))
+    folder = vendor.write(tmp_path / "c", vendor.LLAMA, tensors, **COMPRESSED)
+    with pytest.raises(CheckpointError, match=said):
+        load(folder, dtype=None)
+
+
+def one_group(**group):
+    return {"config_groups": {"group_0": group}}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"format": "marlin-24"}, "format = 'marlin-24'"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+        ({"transform_config": {"config_groups": {"R1": {}}}}, "transform_config"),
+        ({"quantization_status": "initialized"}, "quantization_status"),
+        ({"rotation": True}, "'rotation'"),
+        (one_group(targets=[], weights={"scale": 1}), "'scale'"),
+        (one_group(targets=["re:["], weights={}), "pattern"),
+        (one_group(targets="Linear"), "targets = 'Linear'"),
+        (one_group(targets=[], weights={"strategy": "block"}), "block_structure"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo = 'W4A8_AWQ'"),
+        ({"quant_method": "bitsandbytes", "bnb_4bit_quant_storage": "bfloat16"}, "quant_storage"),
+        ({"quant_method": "mlx", "group_size": 64, "bits": 7}, "bits = 7"),
+        ({"quant_method": "mlx", "group_size": 32, "bits": 4, "mode": "mxfp4"}, "mode = 'mxfp4'"),
+        ({"quant_method": "torchao"}, "quantised by 'torchao'"),
+    ],
+)  # fmt: skip
+def test_keys_that_change_values_are_rejected_by_name(change, said, tmp_path):
+    declared = (COMPRESSED if "quant_method" not in change else {}) | change
+    folder = vendor.write(tmp_path / "c", vendor.LLAMA, {"x": np.zeros(1)}, **declared)
+    with pytest.raises((UnsupportedModelError, CheckpointError), match=said):
+        model_info(folder)
+
+
+def test_a_state_of_bitsandbytes_that_is_none(tmp_path):
+    name = f"{Q}.weight.quant_state.bitsandbytes__nf4"
+    tensors = {f"{Q}.weight": np.zeros((8, 1), np.uint8)}
+    for data, said in ((b"{}", "is no state"), (b'{"shape": [0, 4]}', "is no state"),
+                       (b'{"shape": [4, 4]}', "has no absmax beside it")):  # fmt: skip
+        tensors[name] = np.frombuffer(data, np.uint8)
+        folder = vendor.write(
+            tmp_path / data.hex(), vendor.LLAMA, tensors, quant_method="bitsandbytes"
+        )
+        with pytest.raises(CheckpointError, match=rf"q_proj.* in .*model.safetensors {said}"):
+            load(folder)

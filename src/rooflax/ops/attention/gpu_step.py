@@ -11,7 +11,9 @@ A head is held as two halves, because RoPE turns one element of each.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -167,7 +169,9 @@ class _Share:
     together: int
     memory: dict[str, Any]
 
-    def given(self, qkv: Any, *refs: Any) -> tuple[dict[str, Any], Halves, Halves, Any]:
+    def given(
+        self, qkv: Any, *refs: Any
+    ) -> tuple[dict[str, Any], Halves, Halves, Callable[[Any], Halves]]:
         """References by name; the new key and value, rounded; and what gives a query."""
         from rooflax.ops.mosaic import load
 
@@ -175,7 +179,7 @@ class _Share:
         turns, rest = (refs[:2], refs[2:]) if new.cos is not None else ((), refs)
         norms, rest = (rest[:2], rest[2:]) if new.norms is not None else ((), rest)
         names = "lens", "positions", "firsts", "tables", "k", "v", "highs", "sums", "outs"
-        by_name = dict(zip(names, rest, strict=True))
+        by_name: dict[str, Any] = dict(zip(names, rest, strict=True))
         row, head = jax.lax.axis_index("row"), jax.lax.axis_index("head")
         group, head_dim = qkv.shape[2] - 2, qkv.shape[3]
         of_column = _layout(head_dim).reduce(0)
@@ -199,7 +203,7 @@ class _Share:
 
         key = rounded(prepared(group, norms[1] if norms else None), by_name["k"].dtype)
         value = rounded(_loaded(qkv.at[row, head, group + 1], of_column), by_name["v"].dtype)
-        return by_name, key, value, lambda at: prepared(at, norms[0] if norms else None)
+        return by_name, key, value, partial(prepared, norm=norms[0] if norms else None)
 
     def write(self, refs: dict[str, Any], key: Halves, value: Halves) -> None:
         """The new key and value to the pools, by one program of a K/V head."""

@@ -27,10 +27,9 @@ def full_logits(model, tokens):
 
 
 @pytest.mark.parametrize("variant", ONE_EACH)
-def test_logits_and_greedy_tokens_equal_transformers(case, variant):
-    this = case(variant)
+def test_logits_and_greedy_tokens_equal_transformers(case, references, variant):
+    this, reference = case(variant), references(variant)
     logits = np.asarray(full_logits(this.model, goldens.tokens()))
-    reference = this.reference
     np.testing.assert_allclose(
         logits[:, list(reference.positions)], reference.logits, rtol=0, atol=TOLERANCE
     )

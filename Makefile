@@ -1,6 +1,7 @@
 # Everything a fresh machine needs: `make demo` runs the main job, `make test` the tests, and `make lint`
 # and `make sanitize` what stands beside them; `make nightly` is all of it, with every case of every test.
-# PYTHON=... chooses the interpreter, VENV=... the environment, WORKERS=... the tests' processes.
+# PYTHON=... chooses the interpreter, VENV=... the environment, WORKERS=... the tests' processes,
+# LIBRARY=... a native library that is there already, so that none is compiled.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -126,7 +127,7 @@ $(VENV)/.installed: $(VENV)/bin/python $(BUILT_FROM)
 $(VENV)/.installed-test: $(VENV)/bin/python $(BUILT_FROM)
 	@if [ -n "$(TORCH)" ]; then \
 	  $(INSTALL) $(TORCH); fi
-	$(INSTALL) --editable ".[test]"
+	$(INSTALL) --editable ".[test]" $(if $(LIBRARY),--config-settings=cmake.define.ROOFLAX_LIBRARY=$(LIBRARY))
 	@touch $(VENV)/.installed $@
 
 $(VENV)/.installed-chat: $(VENV)/.installed

@@ -4,6 +4,7 @@ Set before jax starts, and before rooflax is imported: the hook checks the shape
 declare, in these packages and in tests only.
 """
 
+import gc
 import importlib.metadata
 import os
 import tempfile
@@ -24,12 +25,10 @@ os.environ.setdefault("XLA_FLAGS", QUICK_TO_COMPILE)
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
-from jaxtyping import install_import_hook  # noqa: E402
 
-import tests.shapes  # noqa: E402, F401
-from tests import goldens  # noqa: E402
+from tests import goldens, shapes  # noqa: E402
 
-install_import_hook(["rooflax.ops", "rooflax.nn", "rooflax.models"], "tests.shapes.check")
+shapes.install(["rooflax.ops", "rooflax.nn", "rooflax.models"])
 
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -65,6 +64,13 @@ def pytest_collection_modifyitems(config, items):
     left_out = [item for item in items if is_left_out(item)]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in set(left_out)]
+
+
+def pytest_collection_finish(session):
+    """Tracing makes many objects: collecting them looks at nothing that lives to the end."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 50)
 
 
 def is_left_out(item) -> bool:

@@ -436,6 +436,13 @@ def beyond_foundation(variants: Iterable[str]) -> list[str]:
     return [variant for variant, family in families.items() if family not in FOUNDATION]
 
 
+def one_each(variants: Iterable[str]) -> list[Any]:
+    """Parameters of a test of every family; its further variants are slow."""
+    variants = list(variants)
+    first = {VARIANTS[variant]["model_type"]: variant for variant in reversed(variants)}
+    return cases(variants, default=list(first.values()))
+
+
 def each(variants: Iterable[str]) -> list[Any]:
     """Parameters of a test; those beyond the foundation are slow."""
     variants = list(variants)

@@ -27,8 +27,9 @@ OTHER_NAMES = {
     "n_predict": "max_tokens",
     "max_new_tokens": "max_tokens",
     "num_ctx": "max_model_len",
+    "rm": "--remove",
 }
-"""What llama.cpp, Ollama and transformers call fields of ours."""
+"""What llama.cpp, Ollama and transformers call fields and flags of ours."""
 
 
 class RooflaxError(Exception):

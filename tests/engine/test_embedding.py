@@ -69,11 +69,6 @@ def checkpoint(references, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def references():
-    return goldens.live if goldens.HAVE_TORCH else goldens.committed
-
-
-@pytest.fixture(scope="module")
 def last(checkpoint):
     return checkpoint("last", pooling("lasttoken"), NORMALIZE)
 

@@ -58,8 +58,7 @@ class Parser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments: "):
             unknown = message.removeprefix("unrecognized arguments: ")
             flag = unknown.split()[0].partition("=")[0]
-            meant = did_you_mean(flag, self._option_string_actions) if flag[:1] == "-" else ""
-            return f"unknown: {unknown}{meant}"
+            return f"unknown: {unknown}{did_you_mean(flag, self._option_string_actions)}"
         message = message.removeprefix("argument ")
         if message.endswith("expected one argument"):
             return f"{message} (one that begins with - is given as --flag=VALUE)"

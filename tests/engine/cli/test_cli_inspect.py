@@ -200,6 +200,8 @@ def test_models_lists_downloads_and_presets(rooflax, monkeypatch):
 def test_models_removes(rooflax, monkeypatch):
     ran = rooflax("models", "--remove", "nobody/nothing")
     assert (ran.code, ran.out) == (2, "")
+    said = "unknown: rm a/b (did you mean --remove?); see rooflax models --help"
+    assert said in rooflax("models", "rm", "a/b").err
     monkeypatch.setattr(hub, "remove", lambda name: 5 << 20)
     assert rooflax("models", "--remove", "a/b").out == "removed a/b, 5.0 MiB free again\n"
 

@@ -37,7 +37,7 @@ def test_beams_share_no_block_that_drafts_may_be_written_into(tmp_path, family):
         engine = Engine(
             model,
             EngineConfig(
-                options=ExecutionOptions(kernels="xla"),
+                options=ExecutionOptions(),
                 max_num_seqs=3,
                 max_model_len=64,
                 prefill_chunk=32,

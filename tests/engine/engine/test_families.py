@@ -14,6 +14,7 @@ from rooflax.nn.engine_config import EngineConfig
 from rooflax.nn.layout import STATE, STATE_GRID
 from rooflax.ops.accelerator import block_size
 from tests import goldens
+from tests.marks import cases
 
 pytestmark = pytest.mark.oldest_jax
 
@@ -26,6 +27,12 @@ VARIANTS = (
     "deepseek_v3",
 )  # fmt: skip
 """A checkpoint of each family, and of Gemma 4's three kinds."""
+KINDS = (
+    "gpt2", "smollm3_window", "gpt_oss", "glm4_moe", "lfm2", "qwen3_5_text", "gemma4_text_shared",
+    "deepseek_v3",
+)  # fmt: skip
+"""By default: learned positions, windows, sinks and experts, a shared expert, convolutions, delta
+rules, shared caches and latent ones. A batch of every family equals transformers in test_parity."""
 WRAPPERS = {
     "gemma3": "gemma3_text", "mistral3": "mistral", "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text", "gemma4": "gemma4_text",
@@ -104,7 +111,7 @@ class Family:
         return sequence
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(scope="module", params=cases(VARIANTS, default=KINDS))
 def family(request, tmp_path_factory):
     variant = request.param
     folder = tmp_path_factory.mktemp(variant) / "m"

@@ -73,7 +73,7 @@ def families(tmp_path_factory):
             model = load(goldens.write_checkpoint(root / "m", name, goldens.committed(name)))
             requests = random_requests(FAMILIES.index(name))
             engine = small_engine(
-                model, chunk=MAX_TOKENS, steps=8, cache=False, slots=1, roomy=True
+                model, chunk=MAX_TOKENS, steps=8, cache=False, slots=1, roomy=True, kernels=None
             )
             found[name] = model, requests, run_alone(engine, requests)
         return found[name]
@@ -121,7 +121,10 @@ def test_c15_a_crowded_engine_gives_what_each_request_gives_alone(
     few_programs()
     model, requests, alone = families(family)
     drafter = Mixed(alone) if drafts else None
-    engine = small_engine(model, chunk=chunk, steps=steps, cache=cache, drafter=drafter)
+    kernels = None if drafts else "xla"
+    engine = small_engine(
+        model, chunk=chunk, steps=steps, cache=cache, drafter=drafter, kernels=kernels
+    )
     with count_compilations() as counts:
         run = run_load(engine, requests)
     assert counts.requests == 0, "something compiled after warm-up"

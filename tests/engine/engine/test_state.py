@@ -116,10 +116,11 @@ def ids(seed, count):
 )
 def test_a_hit_at_any_length_gives_the_tokens_of_a_cold_run(engine, variant, drafts):
     """Prompts that share 1 to 200 tokens with one that was run before; log-probabilities too, to
-    the bit."""
+    the bit. Every length around the ends of what is kept, and every seventh."""
     params = replace(GREEDY, logprobs=0)
     first = ids(1, 260)
-    lengths = range(1, 201)
+    near = {end + n for end in range(0, 201, STATE_GRID) for n in (-1, 0, 1, 2)}
+    lengths = sorted({*range(1, 201, 7), 200, *near} - {-1, 0})
     prompts = [[*first[:n], *ids(1000 + n, 7)] for n in lengths]
     cold = engine(variant, prefix_caching=False)
     wanted = [outcome(run(cold, [prompt], params)[0]) for prompt in prompts]
@@ -213,13 +214,25 @@ def test_states_are_float32_whatever_the_cache(engine, variant, kv_dtype):
     run(small, [ids(6, 40)])
 
 
-@pytest.mark.parametrize("variant", STATEFUL)
-@pytest.mark.parametrize("settings", cases([
-    {"options": ExecutionOptions(layers="scan")}, {"options": ExecutionOptions(use_cache=False)},
-    {"options": ExecutionOptions(jit=False)}, {"options": ExecutionOptions(kernels="reference")},
-    {"kv_dtype": "float16"}, {"weights_budget": "some"},
-], nightly=()))  # fmt: skip
-def test_settings_change_no_token(checkpoint, variant, settings):
+SETTINGS = {
+    "scan": {"options": ExecutionOptions(layers="scan")},
+    "no cache": {"options": ExecutionOptions(use_cache=False)},
+    "no jit": {"options": ExecutionOptions(jit=False)},
+    "reference": {"options": ExecutionOptions(kernels="reference")},
+    "float16": {"kv_dtype": "float16"},
+    "budget": {"weights_budget": "some"},
+}
+
+
+@pytest.mark.parametrize(
+    ("variant", "name"),
+    cases(
+        [(variant, name) for variant in STATEFUL for name in SETTINGS],
+        nightly=[("qwen3_5_text", "no jit"), ("lfm2", "no cache"), ("qwen3_5_text", "reference")],
+    ),
+)
+def test_settings_change_no_token(checkpoint, variant, name):
+    settings = SETTINGS[name]
     wanted = goldens.committed(variant).greedy[:, :12].tolist()
     greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     if "weights_budget" in settings:
@@ -230,7 +243,7 @@ def test_settings_change_no_token(checkpoint, variant, settings):
     assert [list(c.tokens) for c in found] == wanted
 
 
-@pytest.mark.parametrize("variant", STATEFUL)
+@pytest.mark.parametrize("variant", cases(STATEFUL, default=["qwen3_5_text"]))
 @pytest.mark.parametrize("kernels", cases([None, "xla"], nightly=["xla"]))
 def test_a_constraint_goes_on_from_the_state_of_the_token_that_was_taken(
     checkpoint, variant, kernels
@@ -246,7 +259,7 @@ def test_a_constraint_goes_on_from_the_state_of_the_token_that_was_taken(
     assert [c.tokens for c in many.generate(prompts, form)] == wanted
 
 
-@pytest.mark.parametrize("variant", STATEFUL)
+@pytest.mark.parametrize("variant", cases(STATEFUL, default=["lfm2"]))
 def test_scores_are_those_of_the_whole(checkpoint, variant):
     llm = LLM(checkpoint(variant))
     prompts = [ids(7, 90), ids(8, 33)]
@@ -266,7 +279,9 @@ def test_training_is_rejected_by_name(checkpoint, variant):
         check_trainable(load(checkpoint(variant)))
 
 
-@pytest.mark.parametrize("variant", [*STATEFUL, *SPARSE, "qwen2_moe"])
+@pytest.mark.parametrize(
+    "variant", cases([*STATEFUL, *SPARSE, "qwen2_moe"], default=["lfm2", "qwen3_5_moe_text"])
+)
 def test_log_probabilities_are_the_same_whatever_the_chunks_hits_and_drafts(engine, variant):
     """To the bit: on CPU every sum of a token has one order."""
     params = SamplingParams(temperature=0.0, max_tokens=20, logprobs=0).with_defaults({})

@@ -435,7 +435,7 @@ def test_what_the_command_cannot_do(checkpoint, tmp_path, capsys):
 
 
 def test_sigterm_leaves_no_unfinished_file(tmp_path):
-    folder = gguf_cases.write_family(tmp_path / "m", "llama", intermediate_size=1 << 18)
+    folder = gguf_cases.write_family(tmp_path / "m", "llama", intermediate_size=1 << 16)
     output = tmp_path / "out"
     output.mkdir()
     argv = ["quantize", str(folder), "--gguf", "Q4_0", "-o", str(output / "m.gguf")]

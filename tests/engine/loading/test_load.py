@@ -1,5 +1,6 @@
 """From a name to a model: folders, presets, and what is known before weights are read."""
 
+import itertools
 import json
 import shutil
 from dataclasses import replace
@@ -22,6 +23,7 @@ from rooflax.models.steps import new_cache
 from rooflax.nn.engine_config import EngineConfig
 from rooflax.nn.storage import Storage
 from tests import goldens
+from tests.marks import cases
 
 
 @pytest.fixture(scope="module")
@@ -155,8 +157,13 @@ def test_the_workspace_grows_by_no_less_than_the_compiled_step(variant, key, sma
     assert 0 < more_real - real <= more_planned - planned
 
 
-@pytest.mark.parametrize("model", ["gpt2-tiny", "qwen2.5-tiny", "gpt-oss-tiny"])
-@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize(
+    ("model", "rows"),
+    cases(
+        itertools.product(["gpt2-tiny", "qwen2.5-tiny", "gpt-oss-tiny"], [1, 16]),
+        default=[("qwen2.5-tiny", 1), ("gpt-oss-tiny", 16)],
+    ),
+)
 def test_the_workspace_holds_every_program_of_a_server(model, rows):
     plan = make_plan(f"preset:{model}", max_num_seqs=rows)
     how = {"max_num_seqs": rows, "max_model_len": plan.max_model_len}

@@ -191,7 +191,10 @@ def logits_of():
 
 @pytest.mark.parametrize(
     "name",
-    cases(FAMILIES, nightly=["gpt_oss", "llama", "qwen2", *goldens.beyond_foundation(FAMILIES)]),
+    cases(
+        FAMILIES,
+        nightly=["gpt_oss", "llama", "qwen2", "smollm3", *goldens.beyond_foundation(FAMILIES)],
+    ),
 )
 def test_changing_any_field_changes_weights_logits_or_length(name, logits_of):
     _, config = read_config(goldens.VARIANTS[FAMILIES[name]])
@@ -742,7 +745,7 @@ def with_other_values(raw):
             yield changed if other is GONE else changed | {key: other}
 
 
-@pytest.mark.parametrize("name", goldens.VARIANTS)
+@pytest.mark.parametrize("name", goldens.one_each(goldens.VARIANTS))
 def test_a_value_is_rejected_or_written_as_it_was_read(name):
     opened = 0
     for raw in with_other_values(goldens.VARIANTS[name]):

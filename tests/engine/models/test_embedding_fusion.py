@@ -43,7 +43,8 @@ def readers(rows, seq, kernels):
 
 
 @pytest.mark.parametrize(
-    ("rows", "seq"), cases([(1, 1), (1, 32), (1, 512), (4, 16)], every_jax=[(1, 1)])
+    ("rows", "seq"),
+    cases([(1, 1), (1, 32), (1, 512), (4, 16)], default=[(1, 1), (4, 16)], every_jax=[(1, 1)]),
 )
 def test_two_gathers_and_a_sum_are_one_fusion(rows, seq):
     (read, operations), *others = readers(rows, seq, "xla")

@@ -27,10 +27,9 @@ def full_logits(model, tokens):
 
 
 @pytest.mark.parametrize("variant", ONE_EACH)
-def test_logits_and_greedy_tokens_equal_transformers(case, variant):
-    this = case(variant)
+def test_logits_and_greedy_tokens_equal_transformers(case, references, variant):
+    this, reference = case(variant), references(variant)
     logits = np.asarray(full_logits(this.model, goldens.tokens()))
-    reference = this.reference
     np.testing.assert_allclose(
         logits[:, list(reference.positions)], reference.logits, rtol=0, atol=TOLERANCE
     )
@@ -107,15 +106,22 @@ EXPERTS = [v for v in VARIANTS if any("expert" in key for key in goldens.VARIANT
 
 
 @pytest.mark.skipif(not goldens.HAVE_TORCH, reason="asks transformers, which is not installed")
-@pytest.mark.parametrize(
-    ("variant", "original"), [*((v, True) for v in VARIANTS), *((v, False) for v in EXPERTS)]
-)
-def test_a_folder_that_transformers_wrote_opens(variant, original, tmp_path, references):
-    """transformers writes `rope_parameters`, `layer_types` and all its defaults; experts one by
-    one, and as it has them in memory."""
+@pytest.mark.parametrize("variant", goldens.one_each(VARIANTS))
+def test_a_folder_that_transformers_wrote_opens(variant, tmp_path, references):
+    """transformers writes `rope_parameters`, `layer_types` and all its defaults."""
+    check_written(variant, tmp_path, references)
+
+
+@pytest.mark.skipif(not goldens.HAVE_TORCH, reason="asks transformers, which is not installed")
+@pytest.mark.parametrize("variant", goldens.one_each(EXPERTS))
+def test_experts_as_transformers_has_them_in_memory_open(variant, tmp_path, references):
+    """Not one by one, which is what it writes otherwise."""
+    check_written(variant, tmp_path, references, save_original_format=False)
+
+
+def check_written(variant, tmp_path, references, **how):
     from rooflax import load
 
-    how = {} if original else {"save_original_format": False}
     goldens.reference_model(variant).save_pretrained(tmp_path, **how)
     written = json.loads((tmp_path / "config.json").read_text())
     assert variant == "gpt2" or "rope_parameters" in written

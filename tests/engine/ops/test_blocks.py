@@ -202,16 +202,18 @@ def on_the_grid(rows, inner):
 @every_kind
 @pytest.mark.parametrize("rounds", [True, False])
 def test_kernels_multiply_the_numbers(instruction_set, kind, rounds):
-    for inner in (64, 512):
+    for inner, several in ((64, (1, 33)), (512, ROWS)):
         codes, scales, _ = drawn(kind, inner)
         w = packed(kind, codes, scales, rounds=rounds)
-        for rows in ROWS:
+        for rows in several:
             x = on_the_grid(rows, inner)
             np.testing.assert_array_equal(w.activations(x), x)
             wanted = np.asarray(w.dot(x))
             scale = np.abs(wanted).max()
             np.testing.assert_allclose(np.asarray(product(x, w)), wanted, rtol=0, atol=4e-6 * scale)
-            np.testing.assert_allclose(np.asarray(head(x, w)), wanted, rtol=0, atol=4e-6 * scale)
+            if rows in (1, 33):
+                found = np.asarray(head(x, w))
+                np.testing.assert_allclose(found, wanted, rtol=0, atol=4e-6 * scale)
 
 
 @needs_kernels

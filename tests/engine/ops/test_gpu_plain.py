@@ -57,7 +57,7 @@ def test_products_of_few_rows(dtype, rows, interpreted):
 
 
 @pytest.mark.every_jax
-@pytest.mark.parametrize("warpgroups", [1, 2])
+@pytest.mark.parametrize("warpgroups", cases([1, 2], nightly=[1]))
 def test_one_row_with_all_that_a_matmul_takes(warpgroups, interpreted, monkeypatch):
     monkeypatch.setattr(gpu_rows, "ENOUGH_WARPGROUPS", 99 * (warpgroups > 1))
     w, bias, residual = weights("float32", INNER, OUTER), normal(OUTER, seed=2), normal(1, OUTER)

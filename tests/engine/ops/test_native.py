@@ -1,7 +1,7 @@
 """The native kernels against their references, for every instruction set that is here."""
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,8 @@ pytestmark = [
 
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 30, 37]
 """Among them tiles of 16 that are not whole, one of more than 8 rows and one of fewer."""
+FEW = (1, 7, 30)
+"""Of these, for what differs in where a product goes."""
 SHAPES = [(64, 48), (99, 37), (160, 130)]
 RNG = np.random.default_rng(0)
 
@@ -40,8 +42,10 @@ def inputs(rows, inner, outer):
     return jnp.asarray(x), w, jnp.asarray(rng.standard_normal(outer).astype(np.float32))
 
 
-def native_call(operation, **how):
-    return jax.jit(partial(operation, implementation="native", **how))
+@cache
+def native_call(operation):
+    """Compiled once for all instruction sets, which the library chooses among when it runs."""
+    return jax.jit(partial(operation, implementation="native"))
 
 
 def plain(operation, *arrays, **how):
@@ -65,9 +69,10 @@ def test_products(instruction_set, inner, outer, dtype):
     for rows in ROWS:
         x, w, bias = inputs(rows, inner, outer)
         weight = jnp.asarray(w, dtype)
-        for given in ((x, weight, bias), (x, weight, None)):
-            close(native_call(linear)(*given), plain(linear, *given))
-        close(native_call(unembed)(x, weight.T), plain(unembed, x, weight.T))
+        close(native_call(linear)(x, weight, bias), plain(linear, x, weight, bias))
+        if rows in FEW:
+            close(native_call(linear)(x, weight, None), plain(linear, x, weight, None))
+            close(native_call(unembed)(x, weight.T), plain(unembed, x, weight.T))
 
 
 @pytest.mark.parametrize("rows", [1, 6, 40])
@@ -85,7 +90,7 @@ def test_a_norms_rows_are_bfloat16_where_activations_are(instruction_set, rows):
     x, _, _ = inputs(rows, 72, 1)
     norm, eye = Norm(normal(72), eps=1e-3), jnp.eye(72, dtype=jnp.bfloat16)
     rows_of = x.astype(jnp.bfloat16)
-    found = native_call(linear, prologue=norm)(rows_of, eye)
+    found = native_call(linear)(rows_of, eye, prologue=norm)
     assert found.dtype == jnp.bfloat16
     close(found.astype(jnp.float32), norm(rows_of).astype(jnp.float32), 0.02)
 
@@ -101,7 +106,8 @@ def test_quantised_products(instruction_set, inner, outer, format):
         packed = quantize(w, format, (inner,), (outer,))
         wanted = packed.dot(x)
         close(native_call(linear)(x, packed, bias), wanted + bias[None])
-        close(native_call(unembed)(x, packed), wanted)
+        if rows in FEW:
+            close(native_call(unembed)(x, packed), wanted)
 
 
 @pytest.mark.parametrize("format", ["w8a8", "w8a16", "fp8-a16"])
@@ -127,7 +133,7 @@ def test_what_comes_before_and_behind(instruction_set, name, inner):
     """A norm or an activation of the rows, bias and residual, for every width of the weights."""
     prologue = PROLOGUES[name](inner)
     gates = getattr(prologue, "gated", False)
-    fused = native_call(linear, prologue=prologue)
+    fused = native_call(linear)
     for rows in (1, 3, 11):
         x, w, bias = inputs(rows, 2 * inner if gates else inner, 50)
         x = x.reshape(rows, 2, inner) if gates else x
@@ -135,10 +141,10 @@ def test_what_comes_before_and_behind(instruction_set, name, inner):
         weight = jnp.asarray(w[:inner])
         how = {"prologue": prologue, "residual": residual}
         wanted = plain(linear, 3 * x, weight, bias, **how)
-        close(fused(3 * x, weight, bias, residual=residual), wanted)
+        close(fused(3 * x, weight, bias, **how), wanted)
         packed = quantize(w[:inner], "w8a16", (inner,), (50,))
         wanted = plain(linear, 3 * x, packed, bias, **how)
-        close(fused(3 * x, packed, bias, residual=residual), wanted, 1e-3)
+        close(fused(3 * x, packed, bias, **how), wanted, 1e-3)
 
 
 @pytest.mark.parametrize("format", cases(["float32", "bfloat16", *FORMATS], every_jax=["float32"]))
@@ -287,8 +293,10 @@ def attention_case(*, head_dim=20, window=None, dtype="float32", seq=3, sinks=Fa
 
 @pytest.mark.every_jax
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "fp8"])
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(
+    ("window", "sinks"),
+    cases([(None, False), (None, True), (5, False), (5, True)], default=[(None, False), (5, True)]),
+)
 @pytest.mark.parametrize("head_dim", [20, 64, 80])
 def test_attention_over_blocks(instruction_set, dtype, window, sinks, head_dim):
     case = attention_case(head_dim=head_dim, window=window, dtype=dtype, sinks=sinks)

@@ -16,6 +16,7 @@ from rooflax.ops import sampling_columns
 from rooflax.ops.native import is_ready
 from rooflax.ops.sampling import NUM_CANDIDATES, Sampling, TokenCounts, gumbel, sample
 from tests import goldens
+from tests.marks import cases
 from tests.support.ops.cases import normal, rng
 
 pytestmark = pytest.mark.oldest_jax
@@ -689,7 +690,7 @@ def noise_of(seeds, vocab):
 
 
 @pytest.mark.skipif(not is_ready(), reason="the native library was not built")
-@pytest.mark.parametrize("vocab", [50_257, 151_936])
+@pytest.mark.parametrize("vocab", cases([50_257, 151_936], nightly=[151_936]))
 @pytest.mark.parametrize("kind", FLAT)
 @pytest.mark.parametrize("implementation", ["native"], indirect=True)
 def test_filters_cut_a_flat_row_where_they_should(implementation, instruction_set, kind, vocab):
@@ -732,7 +733,7 @@ def test_filters_cut_a_flat_row_where_they_should(implementation, instruction_se
 
 
 @pytest.mark.skipif(not is_ready(), reason="the native library was not built")
-@pytest.mark.parametrize("vocab", [50_257, 151_936])
+@pytest.mark.parametrize("vocab", cases([50_257, 151_936], nightly=[151_936]))
 @pytest.mark.parametrize("implementation", ["native"], indirect=True)
 def test_flat_rows_draw_as_the_sorted_reference_in_any_batch(
     implementation, instruction_set, vocab

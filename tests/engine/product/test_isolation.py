@@ -135,7 +135,7 @@ def command(request):
 
 
 NIGHTLY = {
-    (INSTALLED[0], verb) for verb in COMMANDS if verb not in ("bench", "batch", "inspect", "chat")
+    (INSTALLED[0], verb) for verb in COMMANDS if verb not in ("batch", "inspect", "chat")
 } | {(BY_MODULE[0], "verify")}
 """Further cases: `python -m` begins with more in its path, so that its verbs say most."""
 

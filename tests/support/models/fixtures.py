@@ -42,14 +42,14 @@ def references():
 
 
 @pytest.fixture(scope="session")
-def case(references, tmp_path_factory):
-    """Case by variant, written once."""
+def case(tmp_path_factory):
+    """Case by variant, written once; its reference is the committed one."""
     root = tmp_path_factory.mktemp("checkpoints")
     made = {}
 
     def get(variant):
         if variant not in made:
-            reference = references(variant)
+            reference = goldens.committed(variant)
             folder = goldens.write_checkpoint(root / variant, variant, reference)
             made[variant] = Case(variant, folder, reference)
         return made[variant]

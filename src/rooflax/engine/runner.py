@@ -543,6 +543,7 @@ class Runner:
         """
         contexts = {self.buckets.context(s.num_tokens) for s in sequences}
         later = range(min(s.num_tokens for s in sequences), max(s.longest for s in sequences) + 1)
+        later = later if self.config.pooler is None else range(0)
         ends = contexts | {self.buckets.context(end) for end in later}
         if not self.config.options.use_cache:
             return {Shape("dense", self.config.max_num_seqs, end, end) for end in ends}

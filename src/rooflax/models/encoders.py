@@ -6,14 +6,14 @@ Their forward pass is the decoders' own (`nn.decoder`), with other options.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rooflax.errors import CheckpointError
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder, Names
-from rooflax.nn.parts import Attention, Layer, Mlp
+from rooflax.nn.parts import Layer, Mlp
 from rooflax.nn.weights import StoredAs
 from rooflax.nn.wiring import OUTER, NormKind
 from rooflax.ops.activation import ACTIVATIONS
@@ -25,7 +25,7 @@ BASE = {
 """Sizes that config.json may leave out, as transformers has them."""
 WAIVED = (
     "sentence_transformers", "sbert_ce_default_activation_function", "directionality", "pooler_*",
-    "tie_word_embeddings", "cls_token_id", "mask_token_id", "type_vocab_size",
+    "cls_token_id", "mask_token_id", "type_vocab_size",
 )  # fmt: skip
 """Keys of heads and tokenizers; `type_vocab_size` of families that read no token types."""
 
@@ -122,7 +122,7 @@ def read_encoder(
         theta: the default of RoPE, in place of learned positions.
     """
     reader.assume(**defaults)
-    reader.waive(*WAIVED)
+    reader.waive(*WAIVED, "tie_word_embeddings")
     reader.expect("position_embedding_type", "absolute")
     norm = NormKind(reader.number("layer_norm_eps", eps), bias=True, centered=True)
     parts: dict[str, Any] = {"qkv_bias": bias, "output_bias": bias, "causal": False}
@@ -172,13 +172,3 @@ def write_encoder(decoder: Decoder, model_type: str, architecture: str) -> dict[
     if decoder.token_types:
         written["type_vocab_size"] = decoder.token_types
     return written
-
-
-def as_attention(decoder: Decoder, **changes: Any) -> Decoder:
-    """The same encoder with all attention changed."""
-
-    def changed(layer: Layer) -> Layer:
-        kind: Attention = layer.attention
-        return replace(layer, attention=replace(kind, **changes))
-
-    return replace(decoder, layers=tuple(map(changed, decoder.layers)))

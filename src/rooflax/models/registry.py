@@ -19,7 +19,8 @@ FAMILIES = (
     "olmo2", "olmo3", "phi3", "glm4", "ernie4_5", "exaone4", "cohere2",
     "ministral3", "hunyuan_v1_dense", "granitemoehybrid", "qwen2_moe", "glm4_moe", "lfm2",
     "qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe",
-    "gemma4_text", "gemma4", "deepseek_v2", "deepseek_v3", "bert",
+    "gemma4_text", "gemma4", "deepseek_v2", "deepseek_v3",
+    "bert", "roberta", "xlm-roberta", "distilbert", "mpnet", "nomic_bert", "modernbert",
 )  # fmt: skip
 READ_QUANTIZATION = (
     "rooflax",

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from rooflax.nn import mesh
 from rooflax.nn.batch import Batch
+from rooflax.nn.distances import NUM_BUCKETS, biases
 from rooflax.nn.execution import DEFAULT_OPTIONS, ExecutionOptions
 from rooflax.nn.kv_cache import KVCache, LayerGroups, shortest_period
 from rooflax.nn.layers import run_layers
@@ -75,6 +76,7 @@ class Decoder:
         token_types: rows of a table that is added to the embedding, too; 0 is none. A token of type
             t has the id t * vocab_size + its own.
         embed_norm: of the sum of these; None is none.
+        distances: a table of what scores gain by how far the key is; see `nn.distances`.
         final_norm: there is one; an encoder whose layers end with a norm has none.
         names: of its checkpoints' tensors.
         embed_scale, logit_scale: what the embedding, and the logits, are multiplied by.
@@ -93,6 +95,7 @@ class Decoder:
     first_position: int = 0
     token_types: int = 0
     embed_norm: NormKind | None = None
+    distances: bool = False
     final_norm: bool = True
     names: Names = Names()
     embed_scale: float = 1.0
@@ -162,6 +165,8 @@ class Decoder:
             sizes["position"] = self.first_position + self.max_position
         if self.token_types:
             sizes["token_type"] = self.token_types
+        if self.distances:
+            sizes["distance"] = NUM_BUCKETS
         for layer in dict.fromkeys(self.layers):
             for name, size in layer.axis_sizes.items():
                 assert sizes.setdefault(name, size) == size, f"layers differ in {name}"
@@ -239,6 +244,9 @@ class Decoder:
         if self.token_types:
             line = WeightLine("token_type hidden", "model.embed_token_types.weight")
             table["token_type"] = line
+        if self.distances:
+            line = WeightLine("distance heads", "model.relative_attention_bias.weight")
+            table["distances"] = line
         if self.embed_norm:
             table |= self.embed_norm.table("embed_norm", "model.embed_norm")
         if self.final_norm:
@@ -294,7 +302,11 @@ class Decoder:
             )
             for kind, dim, table in zip(self.ropes, self.rope_dims, rope, strict=True)
         }
-        context = Context(options, shards, num_tokens, rows)
+        bias = None
+        if self.distances:
+            longest = min(batch.longest or self.max_position, self.max_position)
+            bias = biases(weights["distances"], longest - 1)
+        context = Context(options, shards, num_tokens, rows, bias)
         how = {"dtype": dtype, "num_rows": num_tokens, "kernels": options.kernels}
         tokens, types = batch.tokens, None
         if self.token_types:

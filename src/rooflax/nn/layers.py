@@ -295,6 +295,7 @@ class _Attend:
         scale: float,
         sinks: Float[Array, " N"] | StackMember | None = None,
         causal: bool = True,
+        bias: Float[Array, "N distances"] | None = None,
         new: Projected | None = None,
     ) -> Float[Array, "B T N H"]:
         """
@@ -305,7 +306,7 @@ class _Attend:
         batch, options = self.shared.batch, self.shared.options
         window, kernels = self.shared.groups.windows[self.group], options.kernels
         repeats = options.gqa == "repeat"
-        args = AttentionArgs(scale, window, taken(sinks), repeats, causal=causal)
+        args = AttentionArgs(scale, window, taken(sinks), repeats, causal=causal, bias=bias)
         if not self.shared.slots:
             k, v = self._dense(k, v)
             keys = mesh.gather_tokens(batch.positions, batch, (mesh.SEQUENCE,))

@@ -32,12 +32,14 @@ class Context:
         num_tokens: how many leading tokens are real; None is all.
         rope: by RoPE and head_dim, cosines and sines at the tokens' positions,
             [B, T, head_dim / 2], and the queries' factor, [B, T, 1], or None.
+        bias: of scores, by distance; see `nn.distances`.
     """
 
     options: ExecutionOptions
     shards: mesh.Shards | None
     num_tokens: Int[Array, ""] | None
     rope: Mapping[tuple[Rope, int], tuple[Array, Array, Array | None]]
+    bias: Float[Array, "N distances"] | None = None
 
     @cached_property
     def linear(self) -> partial[Array]:

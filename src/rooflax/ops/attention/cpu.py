@@ -70,6 +70,8 @@ def unsupported(
         return "attention's native kernel never copies K/V heads (gqa=repeat)"
     if args.pattern is not None:
         return "attention's native kernel has no patterns"
+    if args.bias is not None:
+        return "attention's native kernel has no bias of scores"
     return None
 
 

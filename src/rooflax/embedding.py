@@ -261,7 +261,7 @@ class Embedder:
 
     def scores(self, done: Sequence[EngineSequence]) -> list[float]:
         """Probabilities of the first token against the second, or what a score head gives."""
-        if done and self.pooling is not None and self.pooling.dense:
+        if done and self.pooling is not None and self.pooling.has_head:
             with np.errstate(over="ignore", invalid="ignore"):
                 found = ACTIVATIONS[self.pooling.activation](self.pooling.finish(_rows(done))[:, 0])
             if not np.isfinite(found).all():

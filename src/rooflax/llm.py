@@ -396,6 +396,8 @@ class LLM:
     def engine_for(self, sequences: list[EngineSequence], pooler: Pooler | None = None) -> Engine:
         """The engine at hand if it holds these sequences, else a larger one."""
         slots = min(bucket(len(with_siblings(sequences))), self.max_num_seqs)
+        if not self.info.config.is_causal:  # slots cost nothing where no cache is kept
+            slots = self.max_num_seqs
         longest = max(s.longest for s in sequences)
         tokens = min(bucket(longest, SMALLEST_ENGINE_TOKENS), self.max_model_len)
         engine = self._engine
@@ -452,6 +454,7 @@ class LLM:
 
     def logits(self, prompt: Prompt) -> np.ndarray:
         """[tokens, vocab] float32: the logits after each token of a prompt."""
+        check_generates(self.info)
         return self._dense("logits", self.encode(prompt))
 
     def _score(self, ids: list[int], first: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -98,7 +99,8 @@ def test_a_text_has_the_same_vector_alone_and_beside_others(embedder, variant):
     llm = LLM(embedder(variant), max_num_seqs=4)
     together = llm.embed(TEXTS * 5)
     alone = np.concatenate([llm.embed(text) for text in TEXTS])
-    np.testing.assert_allclose(together, np.tile(alone, (5, 1)), rtol=0, atol=1e-6)
+    how = {"rtol": 0, "atol": 1e-5 if variant == "mpnet" else 0}  # the native kernels' bits
+    np.testing.assert_allclose(together, np.tile(alone, (5, 1)), **how)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def _states(llm, text):
     from rooflax.nn.batch import Batch
 
     model = load(llm.info.folder)
-    hidden, _ = model.forward(Batch.dense(np.array([llm.encode(text)])), None)
+    hidden, _ = model.forward(Batch.dense(jnp.array([llm.encode(text)], jnp.int32)), None)
     return model.final_hidden(hidden)[0]
 
 

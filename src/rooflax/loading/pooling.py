@@ -102,6 +102,11 @@ class Pooling:
     activation: str = IDENTITY
     max_tokens: int | None = None
 
+    @property
+    def has_head(self) -> bool:
+        """Whether `dense` is a checkpoint's own head, which scores."""
+        return self.scores and bool(self.dense)
+
     def finish(self, vectors: np.ndarray) -> np.ndarray:
         """[texts, hidden] of the engine as the checkpoint's vectors, before they are cut."""
         for layer in self.dense:

@@ -22,6 +22,12 @@ from rooflax.nn.decoder import Decoder
 from rooflax.nn.pooler import Pooler
 
 CLASSIFIER = "ForSequenceClassification"
+HEAD_KEYS = (
+    "architectures", "id2label", "label2id", "sentence_transformers",
+    "sbert_ce_default_activation_function", "classifier_pooling", "classifier_activation",
+    "classifier_bias",
+)  # fmt: skip
+"""Keys of config.json that say what a head is."""
 KINDS = {"cls": "first", "mean": "mean"}
 """Values of the key of config.json that names the pooling."""
 
@@ -68,8 +74,8 @@ def _read_head(folder: Path, head: ScoreHead, config: Decoder, raw: Mapping[str,
                 raise CheckpointError(f"{folder} has no {head.norm}.weight of {size} numbers.")
             shift = _read(source, f"{head.norm}.bias")
             norm = scale, np.zeros_like(scale) if shift is None else shift, config.norm.eps
-        if activation in raw:  # a key of config.json
-            activation = str(raw[activation])
+        if index == 0 and head.activation_key is not None:
+            activation = str(raw.get(head.activation_key) or activation)
         layers.append(DenseLayer(weight, bias, _activation(activation), norm))
     if size != 1:
         raise UnsupportedModelError(
@@ -109,8 +115,13 @@ def _score_activation(raw: Mapping[str, Any]) -> str:
     return _activation("Sigmoid" if stated is None else str(stated).rpartition(".")[2])
 
 
-def head_tensors(pooling: Pooling, head: ScoreHead) -> list[TensorToWrite]:
-    """The tensors that `folder_pooling` reads."""
+def head_tensors(pooling: Pooling, name: str) -> list[TensorToWrite]:
+    """The tensors that `folder_pooling` reads.
+
+    Args:
+        name: the family.
+    """
+    head: ScoreHead = family(name).SCORE_HEAD  # type: ignore[attr-defined]
     arrays: dict[str, np.ndarray | None] = {}
     for (name, _), layer in zip(head.layers, pooling.dense, strict=True):
         arrays |= {f"{name}.weight": layer.weight, f"{name}.bias": layer.bias}

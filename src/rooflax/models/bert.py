@@ -1,4 +1,4 @@
-"""BERT: positions and token types are tables, a LayerNorm follows each sum; MiniLM, BGE, E5, GTE.
+"""BERT (MiniLM, BGE, E5, GTE): positions and token types are tables, a LayerNorm follows each sum.
 
 Source: transformers, models/bert/modeling_bert.py; Devlin et al., 2018.
 """

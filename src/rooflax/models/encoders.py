@@ -37,12 +37,15 @@ class ScoreHead:
     Attributes:
         layers: of each its tensors' name and the activation behind it.
         norm: the name of a LayerNorm behind the first one.
-        pooling: a kind of `nn.pooler`; the key of config.json that says it, if one does.
+        pooling: a kind of `nn.pooler`.
+        activation_key, pooling_key: of config.json, where that says the first layer's activation,
+            and the pooling.
     """
 
     layers: tuple[tuple[str, str], ...]
     norm: str | None = None
     pooling: str = "first"
+    activation_key: str | None = None
     pooling_key: str | None = None
 
 

@@ -1,5 +1,5 @@
-"""ModernBERT: RoPE, GeGLU, no biases, norms before each branch but the first, windows in two
-layers of three.
+"""ModernBERT and its rerankers: RoPE, GeGLU, no biases, norms before each branch but the first,
+windows in two layers of three.
 
 The file is longer than others, since it shares little with BERT.
 
@@ -33,8 +33,9 @@ NAMES = encoders.bert_names(
     mlp__down="mlp.Wo",
 )
 SCORE_HEAD = encoders.ScoreHead(
-    (("head.dense", "classifier_activation"), ("classifier", "Identity")),
+    (("head.dense", "GELU"), ("classifier", "Identity")),
     norm="head.norm",
+    activation_key="classifier_activation",
     pooling_key="classifier_pooling",
 )
 DEFAULTS = encoders.BASE | {

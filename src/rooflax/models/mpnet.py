@@ -1,4 +1,4 @@
-"""MPNet: RoBERTa without token types, and a bias of scores by the distance, as T5 has it.
+"""MPNet (all-mpnet-base): RoBERTa without token types, a bias of scores by the distance.
 
 Source: transformers, models/mpnet/modeling_mpnet.py; Song et al., 2020.
 """

@@ -1,6 +1,6 @@
-"""Nomic's BERT: RoPE in place of positions, SwiGLU, no biases; keys of GPT-2 or of BERT.
+"""Nomic's BERT (nomic-embed-text v1 and v1.5): RoPE, SwiGLU, no biases; GPT-2's keys or BERT's.
 
-Rejected: experts, and what its options have beside these.
+Rejected: experts, biases, scaled RoPE, other wirings.
 
 Source: transformers, models/nomic_bert/modeling_nomic_bert.py; Nussbaum et al., 2024.
 """

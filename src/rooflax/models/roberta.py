@@ -1,4 +1,4 @@
-"""RoBERTa: BERT whose first rows of positions are the padding's; one token type.
+"""RoBERTa (all-distilroberta): BERT whose first rows of positions are no token's.
 
 Source: transformers, models/roberta/modeling_roberta.py; Liu et al., 2019.
 """

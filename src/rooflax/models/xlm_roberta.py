@@ -1,4 +1,4 @@
-"""XLM-RoBERTa: RoBERTa with a vocabulary of many languages; bge-m3, multilingual E5, bge-reranker.
+"""XLM-RoBERTa (bge-m3, multilingual E5, bge-reranker): RoBERTa with another vocabulary.
 
 Source: transformers, models/xlm_roberta/modeling_xlm_roberta.py; Conneau et al., 2019.
 """

@@ -54,7 +54,7 @@ class Names:
 
         def renamed(key: str, line: WeightLine) -> WeightLine:
             place = places[key]
-            fused = isinstance(place.hf, str) and not isinstance(line.hf, str)
+            fused = isinstance(place.hf, str) and len(line.names) > 1
             layout = place.layout or (Rows(line.layout) if fused else line.layout)
             other = StoredAs(line.hf, line.layout) if key in self.either else line.other
             return replace(line, hf=place.hf, layout=layout, other=other)

@@ -74,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
 def document(info: ModelInfo, args: argparse.Namespace, shards: Shards | None) -> dict[str, Any]:
     """Everything, as `--json` prints it."""
     needed = memory(info, args, shards)
+    is_unknown = shards or needed["fits"] is False or not info.config.is_causal
     return {
         "model": info.name,
         "family": info.family,
@@ -82,7 +83,7 @@ def document(info: ModelInfo, args: argparse.Namespace, shards: Shards | None) -
         "architecture": architecture(info.config),
         "weights": weights(info),
         "memory": needed,
-        "speed": None if shards or needed["fits"] is False else speed(info, args),
+        "speed": None if is_unknown else speed(info, args),
     }
 
 

@@ -132,11 +132,14 @@ def test_a_killed_run_goes_on_where_it_ended(rooflax, folder, tmp_path, name):
     ran = rooflax(*command, output)
     assert ran.code == 0 and "are embedded already" in ran.err
     assert rooflax(*command, whole).code == 0
-    assert len(began) < output.stat().st_size and output.read_bytes() == whole.read_bytes()
+    assert len(began) < output.stat().st_size and output.read_bytes().startswith(began[:-1500])
     if name.endswith(".npy"):
-        assert np.load(output).shape == (1500, 54)
+        found, wanted = np.load(output), np.load(whole)
     else:
-        assert vectors(output.read_text())[0] == list(range(1, 1501))
+        (ids, found), (_, wanted) = (vectors(path.read_text()) for path in (output, whole))
+        assert ids == list(range(1, 1501))
+    assert found.shape == (1500, 54)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)  # of a process with other flags
 
 
 @pytest.mark.parametrize("name", ["vectors.jsonl", "vectors.npy"])

@@ -5,6 +5,7 @@ import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -210,7 +211,7 @@ def test_an_encoder_is_served(encoder):
     assert found.json()["error"]["param"] == "truncate_prompt_tokens"
     found = server.post("/v1/completions", {"prompt": "x"})
     assert found.status_code == 400 and "it writes none" in found.json()["error"]["message"]
-    assert server.get("/metrics").status_code == 200
+    assert httpx.get(f"{server.url}/metrics").status_code == 200
 
 
 def test_a_cross_encoder_is_served(tmp_path):

@@ -28,7 +28,7 @@ LAYOUTS = (
     "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs",
 )  # fmt: skip
 """Of weights that its kernels read: plain ones, [in, out], [out, in] or `Pairs`, and codes."""
-KERNELS_VERSION = 15
+KERNELS_VERSION = 16
 """What the arguments of its functions mean; csrc/attention_ffi.cc says the library's."""
 OLDER = "the native library is not of this version; install rooflax again"
 INSTRUCTION_SETS = ("generic", "avx2", "avx512", "avx512-far", "amx")

@@ -83,7 +83,8 @@ def write(folder: Path, variant: str, *, scores: bool = False, **changes: Any) -
         base = raw["architectures"][0].removesuffix("Model")
         raw |= {"architectures": [f"{base}ForSequenceClassification"]}
         raw |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-        head, size = family(raw["model_type"]).SCORE_HEAD, raw.get("hidden_size", raw.get("dim"))
+        head: Any = getattr(family(raw["model_type"]), "SCORE_HEAD", None)
+        size = raw["dim" if "dim" in raw else "hidden_size"]
         for index, (name, _) in enumerate(head.layers):
             rows = size if index == 0 else 1
             shapes |= {f"{name}.weight": (rows, size), f"{name}.bias": (rows,)}

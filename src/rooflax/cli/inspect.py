@@ -465,9 +465,10 @@ def _server_lines(server: dict[str, Any] | None) -> list[str]:
         said = with_flags(server["rejected"], None, parser_of("inspect").flag_names)
         return textwrap.wrap(f"AsyncLLM would reject it here. {said}", 80)
     blocks = " + ".join(f"{count:,}" for count in server["kv_blocks"])
+    kept = f"{blocks} KV blocks of {server['block_size']} tokens" if blocks else "no KV cache"
     line = (
-        f"AsyncLLM with {server['sequences']} sequences: {blocks} KV blocks of "
-        f"{server['block_size']} tokens, for {server['of_full_length']} of full length."
+        f"AsyncLLM with {server['sequences']} sequences: {kept}, for {server['of_full_length']} "
+        f"of full length."
     )
     return textwrap.wrap(line, 80)
 

@@ -68,6 +68,7 @@ def save(
         files_from: the checkpoint folder (or GGUF file) that the model came from; its tokenizer,
             generation defaults, end-of-sequence ids, and how it embeds or scores go along.
     """
+    model = whole(model)
     source = Path(files_from) if files_from is not None else None
     raw: Mapping[str, Any] = {}
     files: dict[str, File] = {}
@@ -86,7 +87,6 @@ def save(
             files |= pooling_files(pooling, model.config.hidden_size)
     eos = raw.get("eos_token_id")
 
-    model = whole(model)
     weights = model.weights
     if "stacked_layers" in weights:
         weights = unstack_layers(weights)

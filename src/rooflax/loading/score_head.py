@@ -46,13 +46,18 @@ def folder_pooling(
         UnsupportedModelError: it names what is not computed here.
         CheckpointError: a file is missing or damaged, or does not fit the transformer.
     """
-    head = getattr(family(name), "SCORE_HEAD", None)
+    head = _head_of(name)
     architectures = raw.get("architectures")
     named = architectures[0] if isinstance(architectures, list) and architectures else ""
     if head is not None and str(named).endswith(CLASSIFIER):
         return _read_head(folder, head, config, raw)
     found = read_pooling(folder, config.hidden_size, config.vocab_size)
     return Pooling(Pooler("mean")) if found is None and not config.is_causal else found
+
+
+def _head_of(name: str) -> ScoreHead | None:
+    """A family's."""
+    return getattr(family(name), "SCORE_HEAD", None)
 
 
 def _read_head(folder: Path, head: ScoreHead, config: Decoder, raw: Mapping[str, Any]) -> Pooling:
@@ -73,7 +78,10 @@ def _read_head(folder: Path, head: ScoreHead, config: Decoder, raw: Mapping[str,
             if scale is None or scale.shape != (size,):
                 raise CheckpointError(f"{folder} has no {head.norm}.weight of {size} numbers.")
             shift = _read(source, f"{head.norm}.bias")
-            norm = scale, np.zeros_like(scale) if shift is None else shift, config.norm.eps
+            shift = np.zeros_like(scale) if shift is None else shift
+            if shift.shape != scale.shape:
+                raise CheckpointError(f"{head.norm}.bias of {folder} does not fit its weight.")
+            norm = scale, shift, config.norm.eps
         if index == 0 and head.activation_key is not None:
             activation = str(raw.get(head.activation_key) or activation)
         layers.append(DenseLayer(weight, bias, _activation(activation), norm))
@@ -83,7 +91,7 @@ def _read_head(folder: Path, head: ScoreHead, config: Decoder, raw: Mapping[str,
             f"which score pairs of texts."
         )
     kind = raw.get(head.pooling_key or "", None)
-    pooling = KINDS.get(kind, "") if kind is not None else head.pooling
+    pooling = KINDS.get(str(kind), "") if kind is not None else head.pooling
     if not pooling:
         raise UnsupportedModelError(
             f"config.json has {head.pooling_key} = {kind!r:.80}, which rooflax does not compute "
@@ -121,7 +129,8 @@ def head_tensors(pooling: Pooling, name: str) -> list[TensorToWrite]:
     Args:
         name: the family.
     """
-    head: ScoreHead = family(name).SCORE_HEAD  # type: ignore[attr-defined]
+    head = _head_of(name)
+    assert head is not None
     arrays: dict[str, np.ndarray | None] = {}
     for (name, _), layer in zip(head.layers, pooling.dense, strict=True):
         arrays |= {f"{name}.weight": layer.weight, f"{name}.bias": layer.bias}

@@ -183,7 +183,8 @@ class Tokenizer:
                 lengths = _cut([len(part.ids) for part in parts], max(0, max_tokens - own))
                 for part, length in zip(parts, lengths, strict=True):
                     part.truncate(length)
-            whole = self._tokenizer.post_process(*parts)
+            first, *second = parts
+            whole = self._tokenizer.post_process(first, second[0] if second else None)
             return whole.ids, whole.type_ids
 
     def encode_plain(self, text: str) -> list[int]:

@@ -12,7 +12,10 @@ from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder
 
 HF_PREFIXES = ("distilbert.", "")
-SKIPPED = r"(vocab_(transform|layer_norm|projector)|pre_classifier|classifier)\..*"
+SKIPPED = (
+    r"(vocab_(transform|layer_norm|projector)|pre_classifier|classifier)\..*"
+    r"|(distilbert\.)?embeddings\.position_ids"
+)
 KEYS = {
     "hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers",
     "intermediate_size": "hidden_dim", "hidden_act": "activation",

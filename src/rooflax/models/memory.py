@@ -190,7 +190,8 @@ def padding(
     config = config_on(config, shards)
     sizes, layers = part_sizes(config, shards), config.num_layers // shards.stage
     in_heads = in_blocks = 0
-    for layer, heads in config.groups.kept_heads(layers, shards.tensor):
+    kept_heads = config.groups.kept_heads(layers, shards.tensor) if config.cached_windows else ()
+    for layer, heads in kept_heads:
         window = config.groups.windows[config.groups.of_layer[layer]]
         kept = blocks_needed(window, tokens, chunk, 1)
         slots = blocks_needed(window, tokens, chunk, block_size) * block_size

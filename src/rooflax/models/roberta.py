@@ -19,8 +19,7 @@ SCORE_HEAD = encoders.TANH_HEAD
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
     padding = reader.size("pad_token_id", 1, least=0)
-    how = {"first_position": padding + 1, "token_types": 2}
-    return encoders.read_encoder(reader, NAMES, **how)
+    return encoders.read_encoder(reader, NAMES, first_position=padding + 1, token_types=2)
 
 
 def config_to_hf(decoder: Decoder) -> dict[str, Any]:

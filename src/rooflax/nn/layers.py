@@ -341,7 +341,7 @@ class _Attend:
         assert k is not None
         size = block_size()
         shape = (self.shared.batch.step_blocks, k.shape[2], size, cache_width(k.shape[3]))
-        return _Pools(*(jnp.zeros(shape, k.dtype) for _ in range(2)), size, 0)
+        return _Pools(jnp.zeros(shape, k.dtype), jnp.zeros(shape, k.dtype), size, 0)
 
     def _dense(
         self, k: jax.Array | None, v: jax.Array | None

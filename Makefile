@@ -105,6 +105,7 @@ $(GPU_VENV)/.installed:
 
 goldens: $(VENV)/.installed-test
 	$(BIN)/python -m tests.goldens
+	$(BIN)/python -m tests.encoder_cases
 
 docs: $(VENV)/.installed-test
 	$(BIN)/python tools/cli_docs.py > docs/cli.md

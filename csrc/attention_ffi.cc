@@ -21,6 +21,7 @@ struct Inputs {
   S32 tables;  // [R, nb]
   S32 first_positions, query_starts, query_lens, positions, context_lens;  // [R]
   F32 sinks;  // [N] or empty
+  F32 bias;  // [N, 2 * reach + 1] by the key's position less the query's, from -reach on; or empty
 };
 
 struct Sizes {
@@ -42,6 +43,7 @@ constexpr int64_t kFarthest = int64_t{1} << 31;
 
 bool Fits(const Inputs& in, const F32& out, int64_t window, int64_t ahead, Sizes& s) {
   if (Rank(in.q) != 3 || Rank(in.k) != 4 || Rank(in.tables) != 2 || Rank(in.sinks) != 1 ||
+      Rank(in.bias) != 2 ||
       !SameShape(in.k, in.v) || !SameShape(in.q, out)) {
     return false;
   }
@@ -58,7 +60,8 @@ bool Fits(const Inputs& in, const F32& out, int64_t window, int64_t ahead, Sizes
   }
   s.group = s.heads / s.kv_heads;
   return ScalesFit(in.k_scale, in.k, s.width) && ScalesFit(in.v_scale, in.v, s.width) &&
-         (in.sinks.element_count() == 0 || Dim(in.sinks, 0) == s.heads);
+         (in.sinks.element_count() == 0 || Dim(in.sinks, 0) == s.heads) &&
+         (in.bias.element_count() == 0 || (Dim(in.bias, 0) == s.heads && Dim(in.bias, 1) % 2 == 1));
 }
 
 // One sequence's part of the list, and the slots of its table that its queries see.
@@ -90,6 +93,13 @@ const char* Check(const Inputs& in, const Sizes& s, int64_t r) {
   if (row.first_position < 0 || row.position < row.first_position) return "a position";
   const int64_t past = row.Past(row.count - 1) - row.first_position;
   if (past > s.slots()) return "a context longer than its block table";
+  if (in.bias.element_count() > 0) {  // the first query sees farthest ahead, the last one back
+    const int64_t reach = Dim(in.bias, 1) / 2, last = row.count - 1;
+    if (row.Past(0) - 1 - row.position > reach ||
+        row.position + last - row.Oldest(last, s.window) > reach) {
+      return "a distance that has no bias";
+    }
+  }
   const int64_t oldest = row.Oldest(0, s.window) - row.first_position;
   for (int64_t slot = oldest / s.block_size * s.block_size; slot < past; slot += s.block_size) {
     const int32_t block = in.tables.typed_data()[r * s.blocks_per_row + slot / s.block_size];
@@ -103,7 +113,8 @@ void AttendTile(const Inputs& in, const Sizes& s, float scale, float* out, int64
                 int64_t begin, int64_t end) {
   static thread_local std::vector<float> scores;
   const Row row = RowOf(in, s, r);
-  const float* sinks = OrNull(in.sinks);
+  const float *sinks = OrNull(in.sinks), *bias = OrNull(in.bias);
+  const int64_t reach = Dim(in.bias, 1) / 2;
   Query queries[kQueries];
   int64_t low = s.slots(), high = 0;
   for (int64_t i = begin; i < end; ++i) {
@@ -112,8 +123,13 @@ void AttendTile(const Inputs& in, const Sizes& s, float scale, float* out, int64
     const int64_t last = std::max<int64_t>(0, row.Past(query) - row.first_position);
     const int64_t first = std::min(last, row.Oldest(query, s.window) - row.first_position);
     const int64_t at = ((row.start + query) * s.heads + head) * s.head_dim;
+    const float* own = nullptr;
+    if (bias != nullptr && first < last) {
+      const int64_t distance = row.first_position + first - (row.position + query);
+      own = bias + head * (2 * reach + 1) + reach + distance;
+    }
     queries[i - begin] = {in.q.typed_data() + at, out + at, first, last,
-                          sinks == nullptr ? nullptr : sinks + head};
+                          sinks == nullptr ? nullptr : sinks + head, own};
     low = std::min(low, first);
     high = std::max(high, last);
   }
@@ -142,10 +158,10 @@ void AttendTile(const Inputs& in, const Sizes& s, float scale, float* out, int64
 
 ffi::Error Attention(ffi::ThreadPool pool, F32 q, ffi::AnyBuffer k, ffi::AnyBuffer v, F32 k_scale,
                      F32 v_scale, S32 tables, S32 first_positions, S32 query_starts, S32 query_lens,
-                     S32 positions, S32 context_lens, F32 sinks, ffi::Result<F32> out, float scale,
-                     int64_t window, int64_t ahead) {
+                     S32 positions, S32 context_lens, F32 sinks, F32 bias, ffi::Result<F32> out,
+                     float scale, int64_t window, int64_t ahead) {
   const Inputs in{q, k, v, k_scale, v_scale, tables, first_positions, query_starts, query_lens,
-                  positions, context_lens, sinks};
+                  positions, context_lens, sinks, bias};
   Sizes s;
   if (!Fits(in, *out, window, ahead, s)) return Reject("attention: shapes or types");
   static thread_local std::vector<int64_t> first_tile;  // of each row
@@ -188,12 +204,12 @@ ffi::Error Attention(ffi::ThreadPool pool, F32 q, ffi::AnyBuffer k, ffi::AnyBuff
 ROOFLAX_HANDLER(rooflax_attention, Attention,
                 ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<ffi::AnyBuffer>()
                     .Arg<ffi::AnyBuffer>().Arg<F32>().Arg<F32>().Arg<S32>().Arg<S32>().Arg<S32>()
-                    .Arg<S32>().Arg<S32>().Arg<S32>().Arg<F32>().Ret<F32>()
+                    .Arg<S32>().Arg<S32>().Arg<S32>().Arg<F32>().Arg<F32>().Ret<F32>()
                     .Attr<float>("scale").Attr<int64_t>("window")
                     .Attr<int64_t>("ahead"));
 
 // Counts changes of what arguments mean; ops/native.py says the one it speaks.
-extern "C" __attribute__((visibility("default"))) int rooflax_kernels_version() { return 15; }
+extern "C" __attribute__((visibility("default"))) int rooflax_kernels_version() { return 16; }
 
 Computed& TheComputed() {
   static Computed computed;

@@ -178,6 +178,9 @@ void AttendWidth(const AttendArgs& a) {
     float* line = a.scores + n * a.span;
     std::fill(line, line + (query.first - begin), 0.0f);  // what others see and this one does not
     std::fill(line + (query.last - begin), line + (end - begin), 0.0f);
+    for (int64_t i = 0; query.bias != nullptr && i < query.last - query.first; ++i) {
+      line[query.first - begin + i] += query.bias[i];
+    }
     Softmax(line + (query.first - begin), query.last - query.first, query.sink);
   }
   int64_t n = 0;

@@ -215,12 +215,13 @@ struct Query {
   float* out;  // [head_dim]
   int64_t first, last;  // [first, last)
   const float* sink;  // or null
+  const float* bias;  // what the scores of these slots gain; or null
 };
 
 constexpr int64_t kQueries = 8;  // the most that share a pass over their keys
 
 // Queries that share a row and a K/V head, over its blocks:
-//   p = softmax over visible s of (scale * q . k[s], and the sink);  out = sum of p[s] * v[s]
+//   p = softmax over visible s of (scale * q . k[s] + bias, and the sink);  out = sum of p[s] * v[s]
 struct AttendArgs {
   const Query* queries;
   int64_t count;  // 1 to kQueries

@@ -479,13 +479,15 @@ void TestAttend(int64_t head_dim, int64_t count, int64_t queries, rooflax::Width
   }
   const std::vector<int32_t> table = {7, 3, 11, 5, 1, 9};
   const float sink = 0.5f, scale = 0.3f;
+  const auto bias = Random(count + queries, 11);
   const int64_t first = count > 3 ? 2 : 0;
   std::vector<float> scores(static_cast<size_t>(count * queries));
   std::vector<float> out(static_cast<size_t>(head_dim * queries));
   std::vector<rooflax::Query> all;
   for (int64_t n = 0; n < queries; ++n) {
     const int64_t last = first + std::max<int64_t>(0, count - (queries - 1 - n));
-    all.push_back({q.data() + n * head_dim, out.data() + n * head_dim, first, last, &sink});
+    const float* own = queries == 3 ? bias.data() + n : nullptr;
+    all.push_back({q.data() + n * head_dim, out.data() + n * head_dim, first, last, &sink, own});
   }
   const auto pool = [&](const std::vector<float>& wide, int which) -> const void* {
     if (width == rooflax::Width::kBfloat16 || width == rooflax::Width::kFloat16) {
@@ -516,7 +518,8 @@ void TestAttend(int64_t head_dim, int64_t count, int64_t queries, rooflax::Width
       const int64_t at = (table[i / kBlock] * kBlock + i % kBlock) * head_dim;
       double score = 0;
       for (int64_t d = 0; d < head_dim; ++d) score += static_cast<double>(query.q[d]) * k[at + d];
-      const double share = std::exp(score * static_cast<double>(scale));
+      const double gain = query.bias == nullptr ? 0 : static_cast<double>(query.bias[i - first]);
+      const double share = std::exp(score * static_cast<double>(scale) + gain);
       total += share;
       for (int64_t d = 0; d < head_dim; ++d) wanted[d] += share * v[at + d];
     }

@@ -56,9 +56,11 @@ def row(name: str) -> str:
 def proven(name: str) -> str:
     """Tiny checkpoints and published chat templates held to transformers, and published config.json
     files that open."""
+    from tests import encoder_cases
     from tests.goldens import NOT_COMPARED, VARIANTS
 
-    tiny = [v for v, raw in VARIANTS.items() if raw["model_type"] == name and v not in NOT_COMPARED]
+    variants = VARIANTS | encoder_cases.VARIANTS
+    tiny = [v for v, raw in variants.items() if raw["model_type"] == name and v not in NOT_COMPARED]
     data = ROOT / "tests" / "data"
     rows = json.loads((data / "published_configs" / "configs.json").read_text())
     configs = [r for r in rows if r["outcome"] == "opens" and r["config"]["model_type"] == name]

@@ -664,7 +664,7 @@ struct Sequence {
 void CheckAttention(const Call& call, const std::vector<Sequence>& rows, int64_t window, int64_t ahead,
                     float scale) {
   const Array &q = call.args[0], &k = call.args[1], &v = call.args[2], &tables = call.args[5];
-  const Array &sinks = call.args[11], &out = call.rets[0];
+  const Array &sinks = call.args[11], &bias = call.args[12], &out = call.rets[0];
   const int64_t tokens = q.dims[0], heads = q.dims[1], dim = q.dims[2], kv = k.dims[1], size = k.dims[2];
   const int64_t slots = tables.dims[1] * size;
   std::vector<int> owners(static_cast<size_t>(tokens));
@@ -692,8 +692,12 @@ void CheckAttention(const Call& call, const std::vector<Sequence>& rows, int64_t
         double score = 0;
         for (int64_t d = 0; d < dim; ++d) score += query[d] * Decode(k, at * dim + d);
         const bool bytes = call.args[3].Count() > 0;
-        const double weight =
-            std::exp(score * scale * (bytes ? call.args[3].At<float>(at) : 1));
+        score *= scale * (bytes ? call.args[3].At<float>(at) : 1);
+        if (bias.Count() > 0) {
+          const int64_t distances = bias.dims[1];
+          score += bias.At<float>(head * distances + distances / 2 + position - here);
+        }
+        const double weight = std::exp(score);
         total += weight;
         for (int64_t d = 0; d < dim; ++d) {
           wanted[static_cast<size_t>(d)] +=
@@ -730,6 +734,9 @@ void FuzzAttention() {
   call.args.emplace_back(kS32, std::vector<int64_t>{num_rows, per_row});
   for (int i = 0; i < 5; ++i) call.args.emplace_back(kS32, std::vector<int64_t>{num_rows});
   call.args.emplace_back(kF32, std::vector<int64_t>{draw.OneIn(2) ? heads : 0});
+  const int64_t reach = draw.In(0, 200);
+  const bool biased = draw.OneIn(3);
+  call.args.emplace_back(kF32, std::vector<int64_t>{biased ? heads : 0, 2 * reach + 1});
   call.rets.emplace_back(kF32, call.args[0].dims);
   if (call.Mutate()) return call.RunMutated();
   for (Array& arg : call.args) {
@@ -767,6 +774,12 @@ void FuzzAttention() {
     if (!valid) continue;
     const int64_t past = std::min(row.position + row.count + ahead, row.context) - row.first_position;
     valid &= past <= slots;
+    if (biased) {
+      const int64_t last = row.position + row.count - 1;
+      const int64_t back = window > 0 ? std::max(row.first_position, last + 1 - window)
+                                      : row.first_position;
+      valid &= std::min(ahead, row.context - 1 - row.position) <= reach && last - back <= reach;
+    }
     const int64_t oldest = window > 0 ? row.position + 1 - window - row.first_position : 0;
     for (int64_t block = 0; block < per_row && past <= slots; ++block) {
       if (block * size >= past || (block + 1) * size <= oldest) continue;

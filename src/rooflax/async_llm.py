@@ -231,6 +231,7 @@ class AsyncLLM:
         prompt: str | None = None,
         dimensions: int | None = None,
         normalize: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
         cache_salt: str = "",
     ) -> np.ndarray:
         """As `LLM.embed`, beside other callers.
@@ -243,7 +244,8 @@ class AsyncLLM:
         embedder.check_dimensions(dimensions)
 
         def encoded() -> list[list[int]]:
-            return [embedder.text_ids(text, prompt_name, prompt) for text in as_prompts(texts)]
+            how = prompt_name, prompt, truncate_prompt_tokens
+            return [embedder.text_ids(text, *how) for text in as_prompts(texts)]
 
         done = await self.pool(await self._in_thread(encoded), cache_salt=cache_salt)
         return embedder.vectors(done, dimensions, normalize)
@@ -254,6 +256,7 @@ class AsyncLLM:
         documents: list[str],
         *,
         instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
         cache_salt: str = "",
     ) -> list[float]:
         """As `LLM.rerank`, beside other callers.
@@ -265,7 +268,8 @@ class AsyncLLM:
         self._check_pools(embedder.pooler(scores=True))
 
         def encoded() -> list[list[int]]:
-            return [embedder.pair_ids(query, document, instruction) for document in documents]
+            how = instruction, truncate_prompt_tokens
+            return [embedder.pair_ids(query, document, *how) for document in documents]
 
         done = await self.pool(await self._in_thread(encoded), cache_salt=cache_salt)
         return embedder.scores(done)

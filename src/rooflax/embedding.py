@@ -16,7 +16,7 @@ from rooflax.fields.kinds import is_whole
 from rooflax.input_processor import InputProcessor
 from rooflax.loading.chat_template import encode_chat
 from rooflax.loading.model_info import ModelInfo
-from rooflax.loading.pooling import Pooling
+from rooflax.loading.pooling import ACTIVATIONS, Pooling
 from rooflax.nn.pooler import Pooler
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -42,10 +42,11 @@ def check_generates(info: ModelInfo) -> None:
     Raises:
         RequestError: the checkpoint has no head to generate with.
     """
+    if not info.config.is_causal:
+        does = "score pairs of texts" if info.pooling and info.pooling.scores else "embed texts"
+        raise RequestError(f"{info.name} attends both ways, to {does}; it generates none.")
     if not (info.config.has_head or info.config.tied_embeddings):
         raise RequestError(f"{info.name} embeds texts and has no head to generate with.")
-    if not info.config.is_causal:
-        raise RequestError(f"{info.name} attends both ways, to embed texts; it generates none.")
 
 
 class Embedder:
@@ -90,12 +91,19 @@ class Embedder:
             raise RequestError(f"{self._info.name} has no token {token!r} to score with.")
         return ids[0]
 
-    def text_ids(self, text: Any, prompt_name: str | None, prompt: str | None) -> list[int]:
+    def text_ids(
+        self,
+        text: Any,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        truncate: int | None = None,
+    ) -> list[int]:
         """A text's ids, behind a prompt; ids are taken as they are.
 
         Args:
             prompt_name: one of the checkpoint's prompts; None is its default one, if it has one.
             prompt: in its place.
+            truncate: as `longest`.
 
         Raises:
             RequestError: it is neither text nor ids, it is too long, or no prompt has the name.
@@ -103,8 +111,37 @@ class Embedder:
         if not isinstance(prompt, str | None):
             raise RequestError(f"prompt is {prompt!r:.80}; it must be text.", param="prompt")
         before = self._prompt(prompt_name) if prompt is None else prompt
-        text = before + text if isinstance(text, str) else text
+        most = self.longest(truncate)
+        if isinstance(text, str):
+            if truncate is not None:
+                return self._checked(self._tokenizer.encode_cut(before + text, None, most)[0])
+            text = before + text
+        elif truncate is not None:
+            text = self._processor.encode(text)[:most]
         return self._checked(self._processor.prompt_ids(text, new_tokens=0))
+
+    def longest(self, truncate: int | None = None) -> int:
+        """Tokens of the longest text.
+
+        Args:
+            truncate: to so many tokens texts are cut; -1 is to as many as the model takes. None
+                cuts nothing: what is longer is rejected.
+
+        Raises:
+            RequestError: the model does not take so many.
+        """
+        longest = self._processor.max_model_len
+        if self.pooling is not None and self.pooling.max_tokens is not None:
+            longest = min(longest, self.pooling.max_tokens)
+        if truncate is None or truncate == -1:
+            return longest
+        if not is_whole(truncate) or not 1 <= truncate <= longest:
+            raise RequestError(
+                f"truncate_prompt_tokens is {truncate!r:.40}; it must be from 1 to {longest}, or "
+                f"-1 for as many as {self._info.name} takes.",
+                param="truncate_prompt_tokens",
+            )
+        return truncate
 
     def _prompt(self, name: str | None) -> str:
         pooling = self.pooling
@@ -118,16 +155,41 @@ class Embedder:
             )
         return "" if name is None else prompts[name]
 
-    def pair_ids(self, query: str, document: str, instruction: str | None) -> list[int]:
+    def pair_ids(
+        self, query: str, document: str, instruction: str | None, truncate: int | None = None
+    ) -> list[int]:
         """The ids that a reranker is asked with.
 
+        Args:
+            truncate: as `longest`, of a cross-encoder.
+
         Raises:
-            RequestError: they are no texts, or too long.
+            RequestError: they are no texts, or too long; or a cross-encoder gets an instruction.
         """
         for name, text in (("query", query), ("document", document)):
             if not isinstance(text, str):
                 raise RequestError(f"The {name} is {text!r:.80}; it must be text.", param=name)
-            self._processor.check_text(text)
+            if truncate is None:
+                self._processor.check_text(text)
+        most, config = self.longest(truncate), self._info.config
+        if not config.is_causal:
+            if instruction is not None:
+                raise RequestError(
+                    f"{self._info.name} scores pairs without an instruction; leave it out.",
+                    param="instruction",
+                )
+            cut = None if truncate is None else most
+            ids, types = self._tokenizer.encode_cut(query, document, cut)
+            self._checked(ids)
+            if config.token_types < 2:
+                return ids
+            return [i + t * config.vocab_size for i, t in zip(ids, types, strict=True)]
+        if truncate is not None:
+            raise RequestError(
+                f"{self._info.name} scores by a prompt, of which nothing is cut; leave "
+                f"truncate_prompt_tokens out.",
+                param="truncate_prompt_tokens",
+            )
         if self.pooling is not None:
             return self._checked(self._templated(query, document, instruction))
         (before, form, behind), *_ = RERANKERS[self._info.family]
@@ -144,10 +206,7 @@ class Embedder:
         return encode_chat(self._tokenizer, [*system, *pair], add_generation_prompt=True)
 
     def _checked(self, ids: list[int]) -> list[int]:
-        longest = self._processor.max_model_len
-        if self.pooling is not None and self.pooling.max_tokens is not None:
-            longest = min(longest, self.pooling.max_tokens)
-        check_prompt(ids, self._info.config.vocab_size, longest, new_tokens=0)
+        check_prompt(ids, self._info.config.vocab_size, self.longest(), new_tokens=0)
         return ids
 
     def sequences(self, texts: Sequence[list[int]], cache_salt: str = "") -> list[EngineSequence]:
@@ -201,7 +260,13 @@ class Embedder:
         return found
 
     def scores(self, done: Sequence[EngineSequence]) -> list[float]:
-        """Probabilities of the first token against the second."""
+        """Probabilities of the first token against the second, or what a score head gives."""
+        if done and self.pooling is not None and self.pooling.has_head:
+            with np.errstate(over="ignore", invalid="ignore"):
+                found = ACTIVATIONS[self.pooling.activation](self.pooling.finish(_rows(done))[:, 0])
+            if not np.isfinite(found).all():
+                raise EngineError(NOT_FINITE)
+            return [float(score) for score in found]
         logits = _rows(done).astype(np.float64) if done else ()
         return [float(1 / (1 + np.exp(no - yes))) for yes, no in logits]
 

@@ -283,6 +283,7 @@ class LLM:
         prompt: str | None = None,
         dimensions: int | None = None,
         normalize: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> np.ndarray:
         """[texts, dimensions] float32: a vector of each text, as sentence-transformers computes it.
 
@@ -293,6 +294,8 @@ class LLM:
             prompt: in its place.
             dimensions: keep the first so many, as Matryoshka embeddings allow; None is all.
             normalize: to length one, after the cut; None is as the checkpoint says.
+            truncate_prompt_tokens: cut longer texts to so many tokens, -1 to as many as the model
+                takes; None rejects a text that is longer than the model takes.
 
         Raises:
             RequestError: the checkpoint does not embed, or a text is too long.
@@ -300,23 +303,33 @@ class LLM:
         """
         pooler = self.embedder.pooler()
         self.embedder.check_dimensions(dimensions)
-        ids = [self.embedder.text_ids(text, prompt_name, prompt) for text in as_prompts(texts)]
+        how = prompt_name, prompt, truncate_prompt_tokens
+        ids = [self.embedder.text_ids(text, *how) for text in as_prompts(texts)]
         return self.embedder.vectors(self._pooled(ids, pooler), dimensions, normalize)
 
     def rerank(
-        self, query: str, documents: Sequence[str], *, instruction: str | None = None
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[float]:
-        """How well each document answers the query, from 0 to 1, in the order given.
+        """How well each document answers the query, in the order given: from 0 to 1, or any number
+        where a cross-encoder's checkpoint says so.
 
         Args:
             instruction: what makes a document relevant; None is the model's own.
+            truncate_prompt_tokens: of a cross-encoder: cut longer pairs to so many tokens, the
+                longer text first; -1 to as many as the model takes. None rejects them.
 
         Raises:
             RequestError: the checkpoint is no reranker, or a document is too long.
             EngineError: the model or the device failed.
         """
         pooler = self.embedder.pooler(scores=True)
-        ids = [self.embedder.pair_ids(query, document, instruction) for document in documents]
+        how = instruction, truncate_prompt_tokens
+        ids = [self.embedder.pair_ids(query, document, *how) for document in documents]
         return self.embedder.scores(self._pooled(ids, pooler))
 
     def _pooled(self, texts: list[list[int]], pooler: Pooler) -> list[EngineSequence]:
@@ -383,6 +396,8 @@ class LLM:
     def engine_for(self, sequences: list[EngineSequence], pooler: Pooler | None = None) -> Engine:
         """The engine at hand if it holds these sequences, else a larger one."""
         slots = min(bucket(len(with_siblings(sequences))), self.max_num_seqs)
+        if not self.info.config.is_causal:  # slots cost nothing where no cache is kept
+            slots = self.max_num_seqs
         longest = max(s.longest for s in sequences)
         tokens = min(bucket(longest, SMALLEST_ENGINE_TOKENS), self.max_model_len)
         engine = self._engine
@@ -439,6 +454,7 @@ class LLM:
 
     def logits(self, prompt: Prompt) -> np.ndarray:
         """[tokens, vocab] float32: the logits after each token of a prompt."""
+        check_generates(self.info)
         return self._dense("logits", self.encode(prompt))
 
     def _score(self, ids: list[int], first: int) -> np.ndarray:

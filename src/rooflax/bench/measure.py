@@ -21,6 +21,7 @@ from rooflax.bench.statistics import Summary, doubts
 from rooflax.bench.timeline import Timeline
 from rooflax.bench.trials import Trial, run_trials, warm_up
 from rooflax.bench.workload import Workload
+from rooflax.embedding import check_generates
 from rooflax.engine.compilation import count_compilations
 from rooflax.engine.sequence import Sequence
 from rooflax.errors import EngineError, RequestError
@@ -90,6 +91,7 @@ class Bench:
 
     def __init__(self, work: Workload):
         info = model_info(work.model, **work.source)
+        check_generates(info)
         self.work = work
         self.llm = LLM(
             info,

@@ -1,30 +1,37 @@
-"""`rooflax embed`: vectors of texts, as JSON lines."""
+"""`rooflax embed`: vectors of texts, as JSON lines or as the rows of a .npy file.
+
+A second run goes on behind what the output has, also where the first one was killed.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from rooflax.cli import flags, terminal
-from rooflax.cli.lines import json_lines
+from rooflax.cli.lines import open_lines, text_lines
 from rooflax.cli.parser import Parser, whole
 from rooflax.cli.session import open_llm
 from rooflax.errors import RequestError
-from rooflax.files import only_writer, replacing
+from rooflax.files import only_writer, open_regular
 
 if TYPE_CHECKING:
     import numpy as np
 
     from rooflax.llm import LLM
 
-SUMMARY = "vectors of texts, as JSON lines"
-AT_ONCE = 8
+SUMMARY = "vectors of texts, as JSON lines or .npy"
+AT_ONCE = 16
 """Texts in a batch for every sequence that runs at once."""
+Text = tuple[int, Any, str]
+"""A text with the number of its line and its name: an id, or that number."""
 
 
 def add_flags(parser: Parser) -> None:
@@ -37,13 +44,17 @@ def add_flags(parser: Parser) -> None:
         help="lines of text, or JSON lines with text and perhaps id; - is stdin",
     )  # fmt: skip
     group.add_argument(
-        "-o", "--output", metavar="FILE", help="a new file of vectors; default stdout"
-    )
+        "-o", "--output", metavar="FILE",
+        help="JSON lines, or of a name in .npy rows of float32; what is there is kept, and the "
+        "rest is added; default stdout",
+    )  # fmt: skip
+    group.add_argument("--force", action="store_true", help="replace the vectors that are there")
     group.add_argument(
         "--prompt-name", metavar="NAME",
         help="which of the checkpoint's prompts stands before each text, such as query",
     )  # fmt: skip
     group.add_argument("--dimensions", metavar="N", type=whole, help="keep the first N numbers")
+    flags.add_truncate(group)
     flags.add_max_model_len(parser, help="longest text in tokens")
     flags.add_precision(parser)
     flags.add_weights_budget(parser)
@@ -53,21 +64,44 @@ def add_flags(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Embeds, and writes a line for each text, in order."""
+    """Embeds, and writes a vector for each text, in order."""
     if (args.prompt is None) == (args.input is None):
         raise RequestError("give the texts either as --prompt or as --input.")
-    lines = [] if args.input is None else _read(args.input)
+    if args.force and args.output is None:
+        raise RequestError("--force is for an --output; drop it, or name one.")
+    texts: Iterable[Text] = [(1, 1, args.prompt)]
+    total = 1
+    if args.input is not None:
+        texts = read_texts(args.input)
+        if args.input == "-" or not Path(args.input).is_file():
+            texts = list(texts)
+            total = len(texts)
+        else:
+            total = sum(1 for _ in read_texts(args.input))
     llm = open_llm(args)
+    llm.embedder.pooler()
+    llm.embedder.check_dimensions(args.dimensions)
     how = {"prompt_name": args.prompt_name, "dimensions": args.dimensions}
-    texts = [(1, args.prompt)] if args.input is None else _encoded(llm, args, lines)
-    size = AT_ONCE * llm.max_num_seqs
-    with _output(args.output) as file:
-        for begin in range(0, len(texts), size):
-            part = texts[begin : begin + size]
-            for (name, _), vector in zip(part, llm.embed([t for _, t in part], **how), strict=True):
-                file.write(json.dumps({"id": name, "embedding": numbers(vector)}) + "\n")
-            if args.input is not None and not args.quiet:
-                terminal.say(f"{begin + len(part)} of {len(texts)} embedded")
+    truncate = -1 if args.truncate else None
+    size = args.dimensions or llm.embedder.size
+    with _output(args, total, size) as (write, done):
+        texts = iter(texts)
+        for name in done:
+            if next(texts, (0, None, ""))[1] != name and name is not None:
+                raise RequestError(
+                    f"{args.output} has vectors of other texts than the input's first ones; choose "
+                    f"another file, or replace it with --force.",
+                    param="output",
+                )
+        finished, says = len(done), args.input is not None and not args.quiet
+        if done and says:
+            terminal.say(f"{finished} of {total} are embedded already")
+        while part := list(itertools.islice(texts, AT_ONCE * llm.max_num_seqs)):
+            ids = [_encoded(llm, args, text, truncate) for text in part]
+            write([name for _, name, _ in part], llm.embed(ids, **how))
+            finished += len(part)
+            if says:
+                terminal.say(f"{finished} of {total} embedded")
     return 0
 
 
@@ -76,33 +110,34 @@ def numbers(vector: np.ndarray) -> list[float]:
     return [float(f"{number:.9g}") for number in vector]
 
 
-def _encoded(
-    llm: LLM, args: argparse.Namespace, lines: list[tuple[int, Any, str]]
-) -> list[tuple[Any, list[int]]]:
-    """The texts' ids, each with its name.
+def _encoded(llm: LLM, args: argparse.Namespace, text: Text, truncate: int | None) -> list[int]:
+    """A text's ids.
 
     Raises:
         RequestError: naming the line.
     """
-    found = []
-    for number, name, text in lines:
+    try:
+        return llm.embedder.text_ids(text[2], args.prompt_name, None, truncate)
+    except RequestError as error:
+        if error.param == "prompt_name" or args.input is None:
+            raise
+        raise RequestError(f"Line {text[0]} of {args.input}: {error}") from None
+
+
+def read_texts(path: str) -> Iterator[Text]:
+    """The input's texts, a file's as they are needed.
+
+    Raises:
+        RequestError: naming the line.
+    """
+    is_text = None
+    for number, line in _lines(path):
+        if is_text is None:
+            is_text = line.lstrip()[0] not in '{["'
         try:
-            found.append((name, llm.embedder.text_ids(text, args.prompt_name, None)))
-        except RequestError as error:
-            if error.param == "prompt_name":
-                raise
-            raise RequestError(f"Line {number} of {args.input}: {error}") from None
-    return found
-
-
-def _read(path: str) -> list[tuple[int, Any, str]]:
-    """The input's texts, each with the number of its line and its name: an id, or that number.
-
-    Raises:
-        RequestError: naming the line.
-    """
-    found = []
-    for number, raw in json_lines(path, "text", '{["'):
+            raw: Any = line.rstrip("\r") if is_text else json.loads(line)
+        except (ValueError, RecursionError):
+            raise RequestError(f"Line {number} of {path} is not JSON.") from None
         name = number
         if isinstance(raw, dict) and raw.keys() <= {"id", "text"}:
             raw, name = raw.get("text"), raw.get("id", number)
@@ -110,26 +145,103 @@ def _read(path: str) -> list[tuple[int, Any, str]]:
             raise RequestError(
                 f"Line {number} of {path} must be a text, or an object with text and perhaps id."
             )
-        found.append((number, name, raw))
-    return found
+        yield number, name, raw
 
 
-@contextlib.contextmanager
-def _output(path: str | None) -> Iterator[IO[str]]:
-    """stdout, or a file that appears once it is whole.
+def _lines(path: str) -> Iterator[tuple[int, str]]:
+    """Lines that are not empty, each with its number."""
+    if path == "-" or not Path(path).is_file():
+        yield from text_lines(path)
+        return
+    try:
+        with open_regular(path) as file:
+            for number, raw in enumerate(file, start=1):
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\n")
+                if line.strip():
+                    yield number, line
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise RequestError(f"{path} cannot be read: {why}.", param="input") from None
+
+
+@contextmanager
+def _output(args: argparse.Namespace, total: int, size: int) -> Iterator[tuple[Any, list[Any]]]:
+    """What writes names and vectors, and the names of texts that have one; None is any.
 
     Raises:
-        RequestError: there is one already, or it cannot be written.
+        RequestError: the file holds something else, or cannot be written.
     """
+    path = args.output
     if path is None:
-        yield sys.stdout
+        yield lambda names, vectors: _write_lines(sys.stdout, names, vectors), []
         return
     with contextlib.ExitStack() as stack:
         stack.enter_context(only_writer(path))
-        if Path(path).exists():
-            raise RequestError(f"{path} exists; give the name of a new file.", param="output")
-        try:
-            file = stack.enter_context(replacing(path, "utf-8"))
-        except OSError as error:
-            raise RequestError(f"cannot write {path}: {error.strerror}.", param="output") from None
-        yield file
+        if path.endswith(".npy"):
+            file, done = stack.enter_context(_open_rows(path, args.force, total, size))
+
+            def write(names: list[Any], vectors: np.ndarray) -> None:
+                file.write(vectors.astype("<f4").tobytes())
+                file.flush()
+
+            yield write, [None] * done
+            return
+        opened = open_lines(path, args.force, {"id", "embedding"}, "vectors")
+        file, names = stack.enter_context(opened)
+        text = _Utf8(file)
+        yield lambda names, vectors: _write_lines(text, names, vectors), names
+
+
+class _Utf8:
+    """Text into a file of bytes."""
+
+    def __init__(self, file: IO[bytes]):
+        self._file, self.flush = file, file.flush
+
+    def write(self, text: str) -> None:
+        self._file.write(text.encode())
+
+
+def _write_lines(file: Any, names: list[Any], vectors: np.ndarray) -> None:
+    for name, vector in zip(names, vectors, strict=True):
+        line = {"id": name, "embedding": numbers(vector)}
+        file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    file.flush()
+
+
+@contextmanager
+def _open_rows(path: str, force: bool, total: int, size: int) -> Iterator[tuple[IO[bytes], int]]:
+    """A .npy file of [total, size] float32 at the end of its whole rows, and how many it has.
+
+    Raises:
+        RequestError: the file is of other vectors, or cannot be written.
+    """
+    import io
+
+    import numpy as np
+
+    head = io.BytesIO()
+    header = {"descr": "<f4", "fortran_order": False, "shape": (total, size)}
+    np.lib.format.write_array_header_1_0(head, header)
+    wanted = head.getvalue()
+    try:
+        file = open(path, "r+b" if Path(path).exists() else "w+b")  # noqa: SIM115
+    except OSError as error:
+        why = error.strerror
+        raise RequestError(f"cannot write {path}: {why}.", param="output") from None
+    with file:
+        found = b"" if force else file.read(len(wanted))
+        if found not in (wanted, wanted[: len(found)]):
+            raise RequestError(
+                f"{path} is no array of {total} x {size} numbers; choose another file, or replace "
+                f"it with --force.",
+                param="output",
+            )
+        done = 0
+        if found == wanted:
+            done = min(total, (file.seek(0, 2) - len(wanted)) // (4 * size))
+        file.seek(0)
+        file.write(wanted)
+        file.seek(len(wanted) + 4 * size * done)
+        file.truncate()
+        yield file, done

@@ -162,6 +162,13 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(**given)
 
 
+def add_truncate(group: Any) -> None:
+    group.add_argument(
+        "--truncate", action="store_true",
+        help="cut what is longer than the model takes; default: reject it",
+    )  # fmt: skip
+
+
 def add_max_model_len(parser: Parser, **changes: Any) -> None:
     """
     Args:

@@ -74,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
 def document(info: ModelInfo, args: argparse.Namespace, shards: Shards | None) -> dict[str, Any]:
     """Everything, as `--json` prints it."""
     needed = memory(info, args, shards)
+    is_unknown = shards or needed["fits"] is False or not info.config.is_causal
     return {
         "model": info.name,
         "family": info.family,
@@ -82,7 +83,7 @@ def document(info: ModelInfo, args: argparse.Namespace, shards: Shards | None) -
         "architecture": architecture(info.config),
         "weights": weights(info),
         "memory": needed,
-        "speed": None if shards or needed["fits"] is False else speed(info, args),
+        "speed": None if is_unknown else speed(info, args),
     }
 
 
@@ -473,9 +474,10 @@ def _server_lines(server: dict[str, Any] | None) -> list[str]:
         said = with_flags(server["rejected"], None, parser_of("inspect").flag_names)
         return textwrap.wrap(f"AsyncLLM would reject it here. {said}", 80)
     blocks = " + ".join(f"{count:,}" for count in server["kv_blocks"])
+    kept = f"{blocks} KV blocks of {server['block_size']} tokens" if blocks else "no KV cache"
     line = (
-        f"AsyncLLM with {server['sequences']} sequences: {blocks} KV blocks of "
-        f"{server['block_size']} tokens, for {server['of_full_length']} of full length."
+        f"AsyncLLM with {server['sequences']} sequences: {kept}, for {server['of_full_length']} "
+        f"of full length."
     )
     return textwrap.wrap(line, 80)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Set
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -132,11 +132,23 @@ def _request(llm: LLM, number: int, raw: Any, params: SamplingParams) -> Request
     return Request(raw.get("id", number), ids, own)
 
 
+def open_output(path: str, force: bool) -> AbstractContextManager[tuple[IO[bytes], list[Any]]]:
+    """The output's file at its end, and the names of the requests that it answers."""
+    return open_lines(path, force, {"id", "text", "tokens", "finish_reason"}, "answers")
+
+
 @contextmanager
-def open_output(path: str, force: bool) -> Iterator[tuple[IO[bytes], list[Any]]]:
-    """The output's file at its end, and the names of the requests that it answers.
+def open_lines(
+    path: str, force: bool, keys: Set[str], what: str
+) -> Iterator[tuple[IO[bytes], list[Any]]]:
+    """A file of JSON lines at its end, and the `id` of each of its lines.
 
     A last line without its end, as of a run that was killed, is cut off.
+
+    Args:
+        force: what is there is dropped.
+        keys: that every line has.
+        what: the lines are, for errors.
 
     Raises:
         RequestError: the file holds something else, or cannot be written.
@@ -156,23 +168,23 @@ def open_output(path: str, force: bool) -> Iterator[tuple[IO[bytes], list[Any]]]
         for line in file:
             if not line.endswith(b"\n") and (line.startswith(BEGIN) or BEGIN.startswith(line)):
                 break
-            done.append(_answered(path, line))
+            done.append(_name_of(path, line, keys, what))
             end += len(line)
         file.truncate(end)
         file.seek(end)
         yield file, done
 
 
-def _answered(path: str, line: bytes) -> Any:
-    """The request of a line of the output."""
+def _name_of(path: str, line: bytes, keys: Set[str], what: str) -> Any:
+    """The id of a line of the output."""
     try:
         raw = json.loads(line)
-        if {"id", "text", "tokens", "finish_reason"} <= raw.keys():
+        if keys <= raw.keys():
             return raw["id"]
     except (ValueError, AttributeError, RecursionError):
         pass
     raise RequestError(
-        f"{path} holds something else than answers; choose another file, or replace it with "
+        f"{path} holds something else than {what}; choose another file, or replace it with "
         f"--force.",
         param="output",
     )

@@ -32,6 +32,7 @@ VERBS = (
     "verify",
     "perplexity",
     "embed",
+    "rerank",
     "quantize",
     "models",
     "doctor",

@@ -141,6 +141,7 @@ class _Start:
     """Where training starts: an architecture, its tokenizer's folder, and perhaps weights."""
 
     def __init__(self, args: argparse.Namespace):
+        from rooflax.embedding import check_generates
         from rooflax.loading.model_info import model_info
         from rooflax.loading.packed import is_packed
         from rooflax.models.registry import read_config
@@ -160,6 +161,7 @@ class _Start:
                 )
             return
         self.info = model_info(args.model, **where)
+        check_generates(self.info)
         if is_packed(self.info.raw_config):
             raise RequestError(
                 f"{self.info.name} has quantized weights, which cannot be trained; train the model "

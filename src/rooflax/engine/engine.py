@@ -135,7 +135,7 @@ class Engine:
             RequestError: with the field, or the arithmetic.
         """
         for sequence in sequences:
-            check_sequence(sequence, self.model.config.vocab_size, self.config.max_model_len + 1)
+            check_sequence(sequence, self.model.config.num_ids, self.config.max_model_len + 1)
             beams = len(sequence.siblings)
             if beams > 1:
                 vocab_size = self.model.config.vocab_size

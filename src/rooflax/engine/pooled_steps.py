@@ -31,32 +31,62 @@ def pooled(
     cache, counts = carry
     batch = step.batch
     hidden, cache = model.forward(batch, cache, options=options, shards=shards)
-    if pooler.kind == "mean":
-        vectors = _mean(model.final_hidden(hidden, options), batch)
-    elif pooler.kind == "tokens":
+    if pooler.kind == "tokens":
         logits = model.logits(last_hidden(batch, hidden), options=options, shards=shards)
         vectors = logits[:, jnp.array(pooler.tokens)]
+    elif pooler.kind in ("first", "last"):
+        rows = last_hidden if pooler.kind == "last" else _first_hidden
+        vectors = model.final_hidden(rows(batch, hidden), options)
     else:
-        vectors = model.final_hidden(last_hidden(batch, hidden), options)
+        vectors = _over_tokens(pooler, model.final_hidden(hidden, options), batch)
     is_finite = are_finite(batch, hidden) & jnp.all(jnp.isfinite(vectors), axis=1)
     return (packing.pack_pooled(is_finite)[None], vectors), (cache, counts)
 
 
-def _mean(hidden: Float[Array, "rows seq D"], batch: Batch) -> Vectors:
-    """Over the tokens of each sequence, in float32."""
-    counts = jnp.maximum(batch.query_lens, 1).astype(jnp.float32)[:, None]
+def _first_hidden(batch: Batch, hidden: Float[Array, "rows seq D"]) -> Float[Array, "B D"]:
     if batch.query_starts is None:
-        return jnp.sum(jnp.where(batch.valid[:, :, None], hidden, 0.0), axis=1) / counts
-    owner, _ = batch.owners
-    owner = jnp.where(batch.valid[0], owner, len(batch.query_lens))  # padding is nobody's
-    sums = jnp.zeros((len(batch.query_lens), hidden.shape[2]), jnp.float32)
-    return sums.at[owner].add(hidden[0], mode="drop") / counts
+        return hidden[:, 0]
+    return hidden[0, batch.query_starts]
+
+
+def _over_tokens(pooler: Pooler, hidden: Float[Array, "rows seq D"], batch: Batch) -> Vectors:
+    """Over the tokens of each sequence, in float32; of a mean, its tokens' share alone."""
+    shares = jnp.ones(batch.tokens.shape, jnp.float32)
+    if pooler.kind == "weighted":
+        shares = (batch.positions + 1).astype(jnp.float32)
+    is_max, count = pooler.kind == "max", len(batch.query_lens)
+    if batch.query_starts is None:
+        valid = batch.valid[:, :, None]
+        if is_max:
+            return jnp.max(jnp.where(valid, hidden, -jnp.inf), axis=1)
+        sums = jnp.sum(jnp.where(valid, hidden * shares[:, :, None], 0.0), axis=1)
+        totals = jnp.sum(jnp.where(batch.valid, shares, 0.0), axis=1)
+    else:
+        owner, _ = batch.owners
+        owner = jnp.where(batch.valid[0], owner, count)  # padding is nobody's
+        zeros = jnp.zeros((count, hidden.shape[2]), jnp.float32)
+        if is_max:
+            most = (zeros - jnp.inf).at[owner].max(hidden[0], mode="drop")
+            return jnp.where(batch.query_lens[:, None] > 0, most, 0.0)
+        sums = zeros.at[owner].add(hidden[0] * shares[0, :, None], mode="drop")
+        totals = jnp.zeros(count, jnp.float32).at[owner].add(shares[0], mode="drop")
+    return sums / jnp.maximum(totals, 1.0)[:, None]
 
 
 def take_vector(pooler: Pooler, sequence: Sequence, vector: np.ndarray, count: int) -> None:
-    """Gives a sequence the vector of its next `count` tokens; a mean is that of all so far."""
+    """Gives a sequence the vector of all its tokens so far: the last `count` have this one."""
     before = sequence.num_computed_tokens
-    if pooler.kind == "mean" and before:
-        assert sequence.vector is not None
-        vector = (sequence.vector * before + vector * count) / (before + count)
+    if pooler.needs_all and before:
+        known = sequence.vector
+        assert known is not None
+        if pooler.kind == "first":
+            return
+        if pooler.kind == "max":
+            vector = np.maximum(known, vector)
+        else:
+            shares = (before, count)
+            if pooler.kind == "weighted":  # 1 + 2 + ... of each part
+                ends = before * (before + 1), (before + count) * (before + count + 1)
+                shares = ends[0], ends[1] - ends[0]
+            vector = (known * shares[0] + vector * shares[1]) / sum(shares)
     sequence.vector = vector

@@ -85,7 +85,7 @@ class Runner:
         self.functions = step_functions(
             model, config.options, config.mesh, config.decode_steps, **run
         )
-        self.windows: tuple[int | None, ...] = model.config.groups.windows
+        self.windows = model.config.cached_windows
         self.longest_prefill = ceil_div(config.prefill_chunk, SMALLEST_STEP) * SMALLEST_STEP
         self.state_rows = 1 + config.num_draft_tokens
         keeps_snapshots, longest = config.prefix_caching, config.max_model_len
@@ -121,8 +121,10 @@ class Runner:
         """An empty cache, and all slots empty."""
         self.lost_state = False
         self.cache = self.counts = None  # before the new ones are there
-        self.cache = self._allocate_cache() if self.config.options.use_cache else None
-        shape = (self.config.max_num_seqs + 1, self.model.config.vocab_size)
+        keeps = self.config.options.use_cache and self.windows
+        self.cache = self._allocate_cache() if keeps else None
+        num_counts = self.model.config.vocab_size if self.config.pooler is None else 1
+        shape = (self.config.max_num_seqs + 1, num_counts)
         latest = np.zeros((self.config.max_num_seqs + 1, self.config.decode_steps), np.int32)
         counts = TokenCounts(np.zeros(shape, bool), np.zeros(shape, np.int32), latest)  # type: ignore[arg-type]
         self.counts = self._put(counts)
@@ -349,6 +351,8 @@ class Runner:
         if shape not in self._layouts:
             kind, rows, tokens, _ = shape
             longest = {"decode": 1, "verify": tokens // rows}.get(kind, tokens)
+            if not self.windows:
+                longest = min(longest, shape.context)
             dense = kind.endswith("dense")
             made = Layout(rows, tokens, self._table_lengths(shape, longest), longest, dense)
             group = self.model.config.groups.state
@@ -463,7 +467,8 @@ class Runner:
             for shape in [*buckets.shapes(), *scored]
             if self.config.pooler is None or shape.kind == "step"
         }
-        programs["counts of a slot"] = lambda: self._load_counts(self.config.max_num_seqs, None)
+        if self.config.pooler is None:
+            programs["counts of a slot"] = lambda: self._load_counts(self.config.max_num_seqs, None)
         programs["blocks to copy"] = lambda: self.copy([])
         found = []
         for name, compile_now in programs.items():
@@ -538,6 +543,7 @@ class Runner:
         """
         contexts = {self.buckets.context(s.num_tokens) for s in sequences}
         later = range(min(s.num_tokens for s in sequences), max(s.longest for s in sequences) + 1)
+        later = later if self.config.pooler is None else range(0)
         ends = contexts | {self.buckets.context(end) for end in later}
         if not self.config.options.use_cache:
             return {Shape("dense", self.config.max_num_seqs, end, end) for end in ends}

@@ -21,8 +21,9 @@ from rooflax.loading.hub import resolve
 from rooflax.loading.json_files import read_config_json
 from rooflax.loading.mxfp4 import Mxfp4Weights
 from rooflax.loading.packed import PackedWeights, is_packed
-from rooflax.loading.pooling import Pooling, gguf_pooling, read_pooling
+from rooflax.loading.pooling import Pooling, gguf_pooling
 from rooflax.loading.schemes import CodedWeights, KeptCodes, Scheme, read_scheme
+from rooflax.loading.score_head import folder_pooling
 from rooflax.loading.source import Source
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.loading.weights import WeightReader
@@ -156,8 +157,9 @@ def model_info(
         return ModelInfo(shown, folder, name, config, raw, gguf, gguf_pooling(gguf))
     raw = _with_one_tie(read_config_json(folder), folder)
     name, config = read_config(raw, ignore=ignore_config_keys)
-    pooling = read_pooling(folder, config.hidden_size, config.vocab_size)
-    if pooling is not None and not pooling.scores and not config.tied_embeddings:
+    pooling = folder_pooling(folder, name, config, raw)
+    may_lack = config.has_head and not config.tied_embeddings
+    if pooling is not None and not pooling.scores and may_lack:
         has_head = any(name.startswith("lm_head.") for name in Checkpoint(folder).names())
         config = replace(config, has_head=has_head)
     scheme = read_scheme(raw, folder, ignore_config_keys)

@@ -229,7 +229,7 @@ class Plan(EngineConfig):
             isolates_faults=True,
         )
         if num_blocks is not None:
-            num_groups = len(self.info.config.groups.windows)
+            num_groups = len(self.info.config.cached_windows)
             return plan._with_blocks(_checked_blocks(num_blocks, num_groups))
         free = free_bytes(self.shards.num_devices)
         if free is not None and free < self.memory.weights:
@@ -245,10 +245,11 @@ class Plan(EngineConfig):
 
     def full_length_seqs(self) -> int:
         """How many sequences of `max_model_len` the KV cache holds at once."""
-        windows, size = self.info.config.groups.windows, accelerator.block_size()
+        windows, size = self.info.config.cached_windows, accelerator.block_size()
         lengths = (self.max_model_len, self.new_tokens, size, 1 + self.num_draft_tokens)
         per_seq = [blocks_needed(window, *lengths) for window in windows]
-        return min((n - 1) // each for n, each in zip(self.num_blocks, per_seq, strict=True))
+        pairs = zip(self.num_blocks, per_seq, strict=True)
+        return min([(n - 1) // each for n, each in pairs], default=self.max_num_seqs)
 
     def _blocks(self, limit_bytes: int | None = None) -> tuple[int, ...]:
         return plan_blocks(

@@ -10,6 +10,7 @@ Source: sentence-transformers, base/modules and sentence_transformer/modules/poo
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +26,9 @@ from rooflax.loading.json_files import read_file, read_json_object
 from rooflax.loading.safetensors import TensorToWrite
 from rooflax.nn.pooler import Pooler
 
-KINDS = {"lasttoken": "last", "mean": "mean"}
+KINDS = {
+    "lasttoken": "last", "mean": "mean", "cls": "first", "max": "max", "weightedmean": "weighted",
+}  # fmt: skip
 LEGACY_MODES = {
     "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max",
     "pooling_mode_mean_tokens": "mean", "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
@@ -34,7 +37,11 @@ LEGACY_MODES = {
 ACTIVATIONS = {
     "torch.nn.modules.linear.Identity": lambda x: x,
     "torch.nn.modules.activation.Tanh": np.tanh,
+    "torch.nn.modules.activation.ReLU": lambda x: np.maximum(x, 0),
+    "torch.nn.modules.activation.Sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "torch.nn.modules.activation.GELU": lambda x: x * (0.5 + 0.5 * ERF(x * 0.5**0.5)),
 }
+ERF = np.vectorize(math.erf, otypes=[np.float32])
 VECTOR = "sentence_embedding"
 """What a dense layer reads and writes: a text's vector."""
 IDENTITY = next(iter(ACTIVATIONS))
@@ -52,16 +59,23 @@ GGUF_POOLING = {1: "mean", 3: "last"}
 
 @dataclass(frozen=True)
 class DenseLayer:
-    """A linear layer behind the pooling, and its activation."""
+    """A linear layer behind the pooling, its activation, and what a LayerNorm behind that has:
+    weight, bias and epsilon."""
 
     weight: np.ndarray
     bias: np.ndarray | None
     activation: str
+    norm: tuple[np.ndarray, np.ndarray, float] | None = None
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
         """[texts, in] to [texts, out], in float32."""
         y = x @ self.weight.T
-        return ACTIVATIONS[self.activation](y if self.bias is None else y + self.bias)
+        y = ACTIVATIONS[self.activation](y if self.bias is None else y + self.bias)
+        if self.norm is None:
+            return y
+        weight, bias, eps = self.norm
+        y = y - y.mean(axis=1, keepdims=True)
+        return y / np.sqrt(np.square(y).mean(axis=1, keepdims=True) + eps) * weight + bias
 
 
 @dataclass(frozen=True)
@@ -73,7 +87,9 @@ class Pooling:
         dense: layers behind it.
         normalizes: vectors have length one.
         prompts: texts to put before a text, by name; `default_prompt` is the name of one.
-        scores: the vector is a score: how much more likely the first of two tokens is.
+        scores: the vector is a score: how much more likely the first of two tokens is, or the one
+            number that `dense` gives.
+        activation: of such a number.
         max_tokens: of a text; sentence-transformers cuts a longer one. None is the context.
     """
 
@@ -83,7 +99,13 @@ class Pooling:
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     scores: bool = False
+    activation: str = IDENTITY
     max_tokens: int | None = None
+
+    @property
+    def has_head(self) -> bool:
+        """Whether `dense` is a checkpoint's own head, which scores."""
+        return self.scores and bool(self.dense)
 
     def finish(self, vectors: np.ndarray) -> np.ndarray:
         """[texts, hidden] of the engine as the checkpoint's vectors, before they are cut."""
@@ -162,7 +184,7 @@ def _check_sizes(pooling: Pooling, folder: Path, size: int, vocab_size: int) -> 
                 f"{folder} has a dense layer of in_features = {inner} behind {size} numbers."
             )
         size = outer
-    if pooling.scores and max(pooling.pooler.tokens) >= vocab_size:
+    if max(pooling.pooler.tokens, default=0) >= vocab_size:
         raise CheckpointError(
             f"{folder} scores by the tokens {pooling.pooler.tokens}; its vocabulary has "
             f"{vocab_size}."

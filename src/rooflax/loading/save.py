@@ -23,8 +23,9 @@ from rooflax.loading import packed
 from rooflax.loading.gguf import open_gguf
 from rooflax.loading.gguf_config import read_gguf_config
 from rooflax.loading.json_files import read_config_json
-from rooflax.loading.pooling import gguf_pooling, pooling_files, read_pooling
+from rooflax.loading.pooling import gguf_pooling, pooling_files
 from rooflax.loading.safetensors import TensorToWrite, dtype_name, write_safetensors
+from rooflax.loading.score_head import HEAD_KEYS, folder_pooling, head_tensors
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.models.offloading import AnyModel, whole
 from rooflax.models.registry import family
@@ -67,19 +68,25 @@ def save(
         files_from: the checkpoint folder (or GGUF file) that the model came from; its tokenizer,
             generation defaults, end-of-sequence ids, and how it embeds or scores go along.
     """
+    model = whole(model)
     source = Path(files_from) if files_from is not None else None
     raw: Mapping[str, Any] = {}
     files: dict[str, File] = {}
+    head: list[TensorToWrite] = []
+    settings: dict[str, Any] = {}
     if source is not None:
         gguf = open_gguf(source) if source.is_file() else None
         raw = read_gguf_config(gguf)[2] if gguf else read_config_json(source)
-        sizes = model.config.hidden_size, model.config.vocab_size
-        pooling = gguf_pooling(gguf) if gguf else read_pooling(source, *sizes)
+        of = model.family, model.config, raw
+        pooling = gguf_pooling(gguf) if gguf else folder_pooling(source, *of)
         files = companions(source)
-        files |= pooling_files(pooling, model.config.hidden_size) if pooling else {}
+        if pooling is not None and pooling.has_head:
+            head = head_tensors(pooling, model.family)
+            settings = {key: raw[key] for key in HEAD_KEYS if key in raw}
+        elif pooling is not None:
+            files |= pooling_files(pooling, model.config.hidden_size)
     eos = raw.get("eos_token_id")
 
-    model = whole(model)
     weights = model.weights
     if "stacked_layers" in weights:
         weights = unstack_layers(weights)
@@ -92,6 +99,8 @@ def save(
         eos_token_ids=eos if isinstance(eos, list) else [] if eos is None else [eos],
         bos_token_id=raw.get("bos_token_id"),
         files=files,
+        more_tensors=head,
+        settings=settings,
         may_replace=WRITTEN | {name.partition("/")[0] for name in files},
     )
 
@@ -114,6 +123,8 @@ def save_model(
     bos_token_id: int | None = None,
     generation: Mapping[str, Any] | None = None,
     files: Mapping[str, File] | None = None,
+    more_tensors: Sequence[TensorToWrite] = (),
+    settings: Mapping[str, Any] | None = None,
     may_replace: frozenset[str] = WRITTEN,
 ) -> None:
     """Writes config.json, generation_config.json and model.safetensors.
@@ -127,6 +138,8 @@ def save_model(
         generation: further keys of generation_config.json, such as a temperature.
         files: further files to put into the folder (name there -> file here, or its content), such
             as the tokenizer's.
+        more_tensors: beside the model's own.
+        settings: keys that replace those of config.json.
         may_replace: names of files that may be lost with an existing folder.
 
     Raises:
@@ -146,14 +159,15 @@ def save_model(
             f"its own, which may not exist yet."
         )
     ends = {"bos_token_id": bos_token_id, "eos_token_id": _one_or_many(eos_token_ids)}
-    settings = family(name).config_to_hf(config) | ends | {"dtype": dtype, "torch_dtype": dtype}
+    written = family(name).config_to_hf(config) | ends | {"dtype": dtype, "torch_dtype": dtype}
     formats = ((slot, packed_format(_leaf(slot, weights))) for slot in config.slots())
-    settings |= packed.to_config(formats)
+    written |= packed.to_config(formats) | dict(settings or {})
 
     def fill(new: Path) -> None:
-        _write_json(new / "config.json", settings)
+        _write_json(new / "config.json", written)
         _write_json(new / "generation_config.json", ends | dict(generation or {}))
-        write_safetensors(new / "model.safetensors", tensors(name, config, weights, dtype))
+        own = tensors(name, config, weights, dtype)
+        write_safetensors(new / "model.safetensors", [*own, *more_tensors])
         for target, source in (files or {}).items():
             (new / target).parent.mkdir(exist_ok=True)
             if isinstance(source, bytes):

@@ -163,6 +163,30 @@ class Tokenizer:
         """
         return _encode(self._tokenizer, text, add_special_tokens)
 
+    def encode_cut(
+        self, text: str, pair: str | None = None, max_tokens: int | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Ids and token types of a text, or of a pair as the tokenizer puts it together.
+
+        Args:
+            max_tokens: what is longer loses its last tokens, of a pair the longer text's first;
+                what the tokenizer puts around them stays. None cuts nothing.
+
+        Raises:
+            RequestError, CheckpointError: as `encode`.
+        """
+        texts = [text] if pair is None else [text, pair]
+        parts = [_encoding(self._tokenizer, each, False) for each in texts]
+        with _library("the tokenizer cannot encode this text"):
+            if max_tokens is not None:
+                own = self._tokenizer.num_special_tokens_to_add(pair is not None)
+                lengths = _cut([len(part.ids) for part in parts], max(0, max_tokens - own))
+                for part, length in zip(parts, lengths, strict=True):
+                    part.truncate(length)
+            first, *second = parts
+            whole = self._tokenizer.post_process(first, second[0] if second else None)
+            return whole.ids, whole.type_ids
+
     def encode_plain(self, text: str) -> list[int]:
         """Token ids of a text in which nothing is special: `"<s>"` is three characters."""
         return self.plain.encode(text)
@@ -262,12 +286,27 @@ def _library(failure: str) -> Iterator[None]:
         raise CheckpointError(f"{failure}: {reason}") from None
 
 
+def _cut(lengths: list[int], most: int) -> list[int]:
+    """How long texts stay: the longer one loses tokens until all fit, the last one first."""
+    if len(lengths) == 1:
+        return [min(lengths[0], most)]
+    short = min(*lengths, most // 2)
+    long = min(max(lengths), most - short)
+    return [long, short] if lengths[0] > lengths[1] else [short, long]
+
+
 def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    return _encoding(backend, text, add_special_tokens).ids
+
+
+def _encoding(
+    backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool
+) -> tokenizers.Encoding:
     with _library("the tokenizer cannot encode this text"):
         try:
             if len(text) > LONG_TEXT:  # a batch lets Python's other threads run
-                return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
-            return backend.encode(text, add_special_tokens=add_special_tokens).ids
+                return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+            return backend.encode(text, add_special_tokens=add_special_tokens)
         except Exception:
             at = lone_surrogate(text)
             if at is None:

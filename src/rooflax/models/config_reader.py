@@ -115,6 +115,12 @@ class ConfigReader:
         """A reader of what stands at a path within, with the same keys waived."""
         return ConfigReader(raw, ignore=self._ignore, path=f"{self._path}{path}.")
 
+    def rename(self, keys: Mapping[str, str]) -> None:
+        """Reads keys by other names: a family's own by those that others have for them."""
+        for name, own in keys.items():
+            if own in self._raw:
+                self._raw[name] = self._raw.pop(own)
+
     def assume(self, **defaults: Any) -> None:
         """Values of keys that are absent or null: a family's own, which its files leave out."""
         given = {key: value for key, value in self._raw.items() if value is not None}

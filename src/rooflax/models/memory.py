@@ -84,9 +84,10 @@ def estimate(
             draft_tokens=draft_tokens,
         )
     groups = config.groups
+    kept = groups.kept_heads(layers, shards.tensor) if num_blocks else ()
     kv_cache = block_size * sum(
         num_blocks[groups.of_layer[layer]] * bytes_per_token(heads, kv_dtype)
-        for layer, heads in groups.kept_heads(layers, shards.tensor)
+        for layer, heads in kept
     )
     if groups.state is not None:
         kv_cache += num_blocks[groups.state] * groups.row_bytes(layers) // shards.tensor
@@ -122,6 +123,8 @@ def plan_blocks(
         RequestError: not even one sequence of `max_tokens` fits, with the arithmetic.
     """
     groups = config.groups
+    if not config.cached_windows:
+        return ()
     lengths = (max_tokens, new_tokens, block_size, 1 + draft_tokens)
     longest = [blocks_needed(window, *lengths) for window in groups.windows]
 
@@ -187,7 +190,8 @@ def padding(
     config = config_on(config, shards)
     sizes, layers = part_sizes(config, shards), config.num_layers // shards.stage
     in_heads = in_blocks = 0
-    for layer, heads in config.groups.kept_heads(layers, shards.tensor):
+    kept_heads = config.groups.kept_heads(layers, shards.tensor) if config.cached_windows else ()
+    for layer, heads in kept_heads:
         window = config.groups.windows[config.groups.of_layer[layer]]
         kept = blocks_needed(window, tokens, chunk, 1)
         slots = blocks_needed(window, tokens, chunk, block_size) * block_size
@@ -232,6 +236,9 @@ def workspace_bytes(
     per_layers = config.per_layer.width * config.num_layers if config.per_layer else 0  # not split
     hidden = step_tokens * (4 * config.hidden_size + 3 * mlp + 3 * per_layers) * 4
     logits = max(3 * rows, 2 * min(SCORED_AT_ONCE, chunk)) * config.vocab_size * 4
+    if not config.is_causal:  # no token is chosen, and a layer's keys and values are the step's
+        kept = (bytes_per_token(heads, "float32") for _, heads in config.groups.kept_heads())
+        logits = (step_tokens + rows * accelerator.block_size()) * max(kept)
     return rows * 2 * scores + hidden + logits
 
 

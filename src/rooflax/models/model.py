@@ -24,6 +24,7 @@ from rooflax.nn.layers import stack_layers
 from rooflax.nn.placement import Placer, put
 from rooflax.nn.rope import RopeTable, query_scale, rope_arrays
 from rooflax.nn.weights import WeightLine
+from rooflax.ops.accelerator import block_size
 
 
 @jax.tree_util.register_dataclass
@@ -69,6 +70,8 @@ class Model:
         remat: str | None = None,
     ) -> tuple[Float[Array, "B T D"], KVCache | None]:
         """Hidden states of the tokens, before the final norm; the cache with their K and V."""
+        if cache is None and batch.query_starts is not None:
+            batch = batch.in_blocks(len(self.config.groups.windows), block_size())
         own = mesh_lib.local_tokens(batch, shards)
         hidden, cache = self.config.forward(
             self.weights,

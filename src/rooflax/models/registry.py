@@ -20,6 +20,7 @@ FAMILIES = (
     "ministral3", "hunyuan_v1_dense", "granitemoehybrid", "qwen2_moe", "glm4_moe", "lfm2",
     "qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe",
     "gemma4_text", "gemma4", "deepseek_v2", "deepseek_v3",
+    "bert", "roberta", "xlm-roberta", "distilbert", "mpnet", "nomic_bert", "modernbert",
 )  # fmt: skip
 READ_QUANTIZATION = (
     "rooflax", "mxfp4", "fp8", "awq", "gptq", "compressed-tensors", "fbgemm_fp8", "modelopt",
@@ -51,7 +52,7 @@ def family(name: str) -> Family:
             f"model_type {name!r:.80} is not one of the {len(FAMILIES)} that rooflax computes"
             f"{nearest(name, FAMILIES)}."
         )
-    return importlib.import_module(f"rooflax.models.{name}")  # type: ignore[return-value]
+    return importlib.import_module(f"rooflax.models.{name.replace('-', '_')}")  # type: ignore[return-value]
 
 
 def nearest(name: object, known: Iterable[str]) -> str:

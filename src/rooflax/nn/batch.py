@@ -4,18 +4,20 @@ It says which tokens, at which positions, and where their K and V live. It knows
 requests, text or weights.
 
 With a cache a step is a list of tokens, [1, tokens]: those of all sequences, one after the other,
-decode rows and prompt chunks alike. Without one (training, scoring, runs without a cache) it is a
-rectangle of whole sequences, [rows, tokens].
+decode rows and prompt chunks alike; so are whole sequences of a model that attends both ways, which
+keeps no cache. Otherwise (training, scoring, runs without a cache) it is a rectangle of whole
+sequences, [rows, tokens].
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from rooflax.nn.layout import ceil_div
 from rooflax.ops.attention import Sequences
 from rooflax.ops.attention.sequences import owners
 from rooflax.ops.recurrent import NO_ROW, Runs
@@ -47,6 +49,8 @@ class Batch:
         segment_ids: documents packed into one row; a token sees only its own. None: one document.
         split: axes of a mesh over which this is a part: "data" has other sequences, "sequence"
             other tokens of the same ones.
+        step_blocks: of a list without a cache, blocks of the pools that hold the keys and values of
+            this step alone; see `in_blocks`.
         hidden: what enters the layers in place of the tokens' embedding, where the layers before
             ran by themselves. None is the embedding.
     """
@@ -63,6 +67,7 @@ class Batch:
     state_grid: int = field(default=1, metadata={"static": True})
     segment_ids: Int[Array, "rows seq"] | None = None
     split: tuple[str, ...] = field(default=(), metadata={"static": True})
+    step_blocks: int = field(default=0, metadata={"static": True})
     hidden: Float[Array, "rows seq hidden"] | None = None
 
     @staticmethod
@@ -109,6 +114,22 @@ class Batch:
             longest,
             state_grid,
             hidden=hidden,
+        )
+
+    def in_blocks(self, num_groups: int, block_size: int) -> Batch:
+        """A list of whole sequences, each with blocks of its own, the same in every group."""
+        assert self.query_starts is not None
+        counts = (self.query_lens + (block_size - 1)) // block_size
+        first = jnp.cumsum(counts, dtype=jnp.int32) - counts
+        most = ceil_div(self.longest, block_size)
+        num_blocks = ceil_div(self.tokens.shape[1], block_size) + len(self.query_lens)
+        table = first[:, None] + jnp.arange(most, dtype=jnp.int32)[None]
+        table = jnp.minimum(table, num_blocks - 1)  # of others, behind a sequence's own
+        return replace(
+            self,
+            block_tables=(table,) * num_groups,
+            first_positions=(jnp.zeros_like(first),) * num_groups,
+            step_blocks=num_blocks,
         )
 
     @property

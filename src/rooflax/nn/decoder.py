@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from rooflax.nn import mesh
 from rooflax.nn.batch import Batch
+from rooflax.nn.distances import NUM_BUCKETS, biases
 from rooflax.nn.execution import DEFAULT_OPTIONS, ExecutionOptions
 from rooflax.nn.kv_cache import KVCache, LayerGroups, shortest_period
 from rooflax.nn.layers import run_layers
@@ -53,7 +54,7 @@ class Names:
 
         def renamed(key: str, line: WeightLine) -> WeightLine:
             place = places[key]
-            fused = isinstance(place.hf, str) and not isinstance(line.hf, str)
+            fused = isinstance(place.hf, str) and len(line.names) > 1
             layout = place.layout or (Rows(line.layout) if fused else line.layout)
             other = StoredAs(line.hf, line.layout) if key in self.either else line.other
             return replace(line, hf=place.hf, layout=layout, other=other)
@@ -71,6 +72,12 @@ class Decoder:
         tied_embeddings: the head is the embedding.
         has_head: a checkpoint that only embeds may be without.
         learned_positions: a table of positions is added to the embedding.
+        first_position: the table's row of position 0.
+        token_types: rows of a table that is added to the embedding, too; 0 is none. A token of type
+            t has the id t * vocab_size + its own.
+        embed_norm: of the sum of these; None is none.
+        distances: a table of what scores gain by how far the key is; see `nn.distances`.
+        final_norm: there is one; an encoder whose layers end with a norm has none.
         names: of its checkpoints' tensors.
         embed_scale, logit_scale: what the embedding, and the logits, are multiplied by.
         logit_cap: logits are cap * tanh(logits / cap) in the end; None is no cap.
@@ -85,6 +92,11 @@ class Decoder:
     tied_embeddings: bool = False
     has_head: bool = True
     learned_positions: bool = False
+    first_position: int = 0
+    token_types: int = 0
+    embed_norm: NormKind | None = None
+    distances: bool = False
+    final_norm: bool = True
     names: Names = Names()
     embed_scale: float = 1.0
     logit_scale: float = 1.0
@@ -150,7 +162,11 @@ class Decoder:
         """Of every axis in the table."""
         sizes = {"vocab": self.vocab_size, "hidden": self.hidden_size}
         if self.learned_positions:
-            sizes["position"] = self.max_position
+            sizes["position"] = self.first_position + self.max_position
+        if self.token_types:
+            sizes["token_type"] = self.token_types
+        if self.distances:
+            sizes["distance"] = NUM_BUCKETS
         for layer in dict.fromkeys(self.layers):
             for name, size in layer.axis_sizes.items():
                 assert sizes.setdefault(name, size) == size, f"layers differ in {name}"
@@ -187,6 +203,16 @@ class Decoder:
         """Whether tokens see none behind them; else sequences run whole, and nothing generates."""
         return all(mixer.causal for mixer in self.attentions)
 
+    @property
+    def cached_windows(self) -> tuple[int | None, ...]:
+        """Of the groups that keep K and V from step to step: none where sequences run whole."""
+        return self.groups.windows if self.is_causal else ()
+
+    @property
+    def num_ids(self) -> int:
+        """Ids that a token may have, of all token types."""
+        return self.vocab_size * max(1, self.token_types)
+
     def first(self, count: int) -> Decoder:
         """The same model cut off after its first layers."""
         return replace(self, layers=self.layers[:count])
@@ -215,7 +241,16 @@ class Decoder:
         table = {"embed": WeightLine("vocab hidden", "model.embed_tokens.weight")}
         if self.learned_positions:
             table["position"] = WeightLine("position hidden", "model.embed_positions.weight")
-        table |= self.norm.table("final_norm", "model.norm")
+        if self.token_types:
+            line = WeightLine("token_type hidden", "model.embed_token_types.weight")
+            table["token_type"] = line
+        if self.distances:
+            line = WeightLine("distance heads", "model.relative_attention_bias.weight")
+            table["distances"] = line
+        if self.embed_norm:
+            table |= self.embed_norm.table("embed_norm", "model.embed_norm")
+        if self.final_norm:
+            table |= self.norm.table("final_norm", "model.norm")
         table |= self.per_layer.table() if self.per_layer else {}
         for layer in dict.fromkeys(self.layers):
             for key, line in layer.table.items():
@@ -267,16 +302,28 @@ class Decoder:
             )
             for kind, dim, table in zip(self.ropes, self.rope_dims, rope, strict=True)
         }
-        context = Context(options, shards, num_tokens, rows)
+        bias = None
+        if self.distances:
+            longest = min(batch.longest or self.max_position, self.max_position)
+            bias = biases(weights["distances"], longest - 1)
+        context = Context(options, shards, num_tokens, rows, bias)
         how = {"dtype": dtype, "num_rows": num_tokens, "kernels": options.kernels}
-        x = mesh.embed(weights["embed"], batch.tokens, shards, **how)
+        tokens, types = batch.tokens, None
+        if self.token_types:
+            types, tokens = jnp.divmod(tokens, self.vocab_size)
+        x = mesh.embed(weights["embed"], tokens, shards, **how)
         if self.embed_scale != 1.0:
             x = (x.astype(jnp.float32) * self.embed_scale).astype(x.dtype)
         if self.learned_positions:
-            x = x + weights["position"].at[batch.positions].get(mode="clip").astype(x.dtype)
+            rows_read = batch.positions + self.first_position
+            x = x + weights["position"].at[rows_read].get(mode="clip").astype(x.dtype)
+        if types is not None:
+            x = x + weights["token_type"].at[types].get(mode="clip").astype(x.dtype)
+        if self.embed_norm:
+            x = context.norm(x, self.embed_norm.of(weights, "embed_norm"))
         given = None
         if self.per_layer:
-            given = self.per_layer.of_tokens(weights, batch.tokens, x, context)
+            given = self.per_layer.of_tokens(weights, tokens, x, context)
         kinds = {layer: partial(layer, context=context) for layer in self.layers}
         layers = tuple(kinds[layer] for layer in self.layers)
         how = {
@@ -295,6 +342,8 @@ class Decoder:
         options: ExecutionOptions = DEFAULT_OPTIONS,
     ) -> Float[Array, "*batch D"]:
         """What the head reads, in float32, of what `forward` gives."""
+        if not self.final_norm:
+            return hidden.astype(jnp.float32)
         context = Context(options, None, None, {})
         return context.norm(hidden.astype(jnp.float32), self.norm.of(weights, "final_norm"))
 

@@ -92,13 +92,13 @@ class EngineConfig:
         if is_causal:
             step_s = self.step_s
         else:
-            chunk, budget = length, max(budget, length)
+            chunk, budget = length, max(budget, length, prefill_chunk)
         chunk = min(chunk, length) if options.use_cache else length
         steps = (options.decode_steps or MOST_DECODE_STEPS) if options.use_cache else 1
         if not options.use_cache:
             budget = self.max_num_seqs * length
         # a cached prefix has no hidden states, and has not seen what follows
-        needs_all = not is_causal or (pooler is not None and pooler.kind == "mean")
+        needs_all = not is_causal or (pooler is not None and pooler.needs_all)
         return replace(
             self,
             prefill_chunk=chunk,

@@ -19,6 +19,7 @@ from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.kv_cache import KVCache, LayerGroups, States, pool_size, with_pools, write
 from rooflax.nn.layout import STATE
+from rooflax.ops.accelerator import block_size, cache_width
 from rooflax.ops.attention import (
     AttentionArgs,
     Dense,
@@ -76,7 +77,7 @@ def run_layers(
     """
     run = _scan if "stacked_layers" in weights else _unrolled
     layers = weights.get("stacked_layers") or weights["layers"]
-    shared = _Pass(batch, _slots(batch, cache), groups, options)
+    shared = _Pass(batch, _slots(batch, cache, groups), groups, options)
     x = x if batch.hidden is None else batch.hidden
 
     def own(x: jax.Array, cache: KVCache | None) -> tuple[jax.Array, KVCache | None]:
@@ -106,7 +107,7 @@ def _unrolled(
         return layer(w, x, attend=attend, **_given(own)), attend.pools
 
     kinds = [(f, of_layer[i], held.is_lent(i)) for i, f in enumerate(functions)]
-    runs = {kind: _once(partial(run, *kind), x, cache, remat) for kind in kinds}
+    runs = {kind: _once(partial(run, *kind), x, shared, remat) for kind in kinds}
     for index, layer_weights in enumerate(layers):
         own = None if given is None else given[index]
         x, pools = runs[kinds[index]](layer_weights, x, own, held.pools(index, 0))
@@ -155,22 +156,23 @@ def _given(own: jax.Array | None) -> dict[str, jax.Array]:
     return {} if own is None else {"given": own}
 
 
-def _slots(batch: Batch, cache: KVCache | None) -> Slots:
+def _slots(batch: Batch, cache: KVCache | None, groups: LayerGroups) -> Slots:
     """Per layer group, where everybody's new K and V go; traced once for all its layers."""
-    if cache is None:
+    if cache is None and not batch.step_blocks:
         return ()
+    size = block_size() if cache is None else cache.block_size
 
     def own(group: int, window: int | None) -> jax.Array | None:
         if window == STATE:
             return None
-        return mesh.gather_tokens(batch.slot_mapping(group, cache.block_size), batch)
+        return mesh.gather_tokens(batch.slot_mapping(group, size), batch)
 
-    return tuple(own(group, window) for group, window in enumerate(cache.groups.windows))
+    return tuple(own(group, window) for group, window in enumerate(groups.windows))
 
 
-def _once(run: Callable, x: jax.Array, cache: KVCache | None, remat: str | None) -> Callable:
+def _once(run: Callable, x: jax.Array, shared: _Pass, remat: str | None) -> Callable:
     """A layer as a function of the program, traced once for all layers; XLA inlines it again."""
-    if cache is None or not is_traced(x):
+    if not shared.slots or not is_traced(x):
         return _checkpointed(run, remat)
     return jax.jit(_checkpointed(run, remat))
 
@@ -293,6 +295,7 @@ class _Attend:
         scale: float,
         sinks: Float[Array, " N"] | StackMember | None = None,
         causal: bool = True,
+        bias: Float[Array, "N distances"] | None = None,
         new: Projected | None = None,
     ) -> Float[Array, "B T N H"]:
         """
@@ -303,15 +306,14 @@ class _Attend:
         batch, options = self.shared.batch, self.shared.options
         window, kernels = self.shared.groups.windows[self.group], options.kernels
         repeats = options.gqa == "repeat"
-        args = AttentionArgs(scale, window, taken(sinks), repeats, causal=causal)
+        args = AttentionArgs(scale, window, taken(sinks), repeats, causal=causal, bias=bias)
         if not self.shared.slots:
             k, v = self._dense(k, v)
             keys = mesh.gather_tokens(batch.positions, batch, (mesh.SEQUENCE,))
             in_order = mesh.SEQUENCE not in batch.split
             dense = Dense(batch.positions, keys, batch.context_lens, batch.segment_ids, in_order)
             return attention(q, k, v, dense, args, implementation=kernels)
-        pools = self.pools
-        assert pools is not None
+        pools = self.pools or self._of_step(k)
         sequences = batch.sequences(self.group, pools.first_block)
         if new is not None and not batch.split:
             where = pools.k, pools.v, sequences, args
@@ -333,6 +335,13 @@ class _Attend:
         k_pool, v_pool = pools.k, pools.v if jax.tree.leaves(pools.v) else pools.k
         out = ragged_attention(q[0], k_pool, v_pool, sequences, args, implementation=kernels)
         return out[None]
+
+    def _of_step(self, k: jax.Array | None) -> _Pools:
+        """Pools of the step's own keys and values, where no cache keeps any."""
+        assert k is not None
+        size = block_size()
+        shape = (self.shared.batch.step_blocks, k.shape[2], size, cache_width(k.shape[3]))
+        return _Pools(jnp.zeros(shape, k.dtype), jnp.zeros(shape, k.dtype), size, 0)
 
     def _dense(
         self, k: jax.Array | None, v: jax.Array | None

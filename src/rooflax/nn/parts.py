@@ -189,7 +189,9 @@ class Attention:
                 v = context.norm(v, Norm(jnp.ones(self.head_dim), eps=self.qk_norm or 0.0))
             k, v = k[:, :, :, 0], v[:, :, :, 0]
         scale, sinks = self.scale or self.head_dim**-0.5, w.get(f"{key}.sinks")
-        h = attend(q, k, v, scale=scale, sinks=sinks, causal=self.causal, new=new)
+        h = attend(
+            q, k, v, scale=scale, sinks=sinks, causal=self.causal, bias=context.bias, new=new
+        )
         if gate is not None:
             h = h * jax.nn.sigmoid(gate.astype(jnp.float32)).reshape(h.shape).astype(h.dtype)
         o_bias = context.on_one_shard(w.get(f"{key}.o_bias"))

@@ -107,8 +107,10 @@ class Linear(TensorLayout):
         self, parts: Sequence[np.ndarray], shape: Shape, where: Where
     ) -> list[np.ndarray]:
         (part,) = parts
-        assert all(_is_whole(w, n) for w, n in zip(where[1:], shape[1:], strict=True))
-        return [part[:, _times(where[0], part.shape[1] // shape[0])]]
+        first, *inner, outer = zip(where, shape, strict=True)
+        assert all(_is_whole(w, n) for w, n in inner)
+        assert part.shape[0] == outer[1]
+        return [part[outer[0], _times(first[0], part.shape[1] // first[1])]]
 
 
 def _is_whole(where: slice, size: int) -> bool:

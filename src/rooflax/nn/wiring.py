@@ -32,12 +32,14 @@ class Context:
         num_tokens: how many leading tokens are real; None is all.
         rope: by RoPE and head_dim, cosines and sines at the tokens' positions,
             [B, T, head_dim / 2], and the queries' factor, [B, T, 1], or None.
+        bias: of scores, by distance; see `nn.distances`.
     """
 
     options: ExecutionOptions
     shards: mesh.Shards | None
     num_tokens: Int[Array, ""] | None
     rope: Mapping[tuple[Rope, int], tuple[Array, Array, Array | None]]
+    bias: Float[Array, "N distances"] | None = None
 
     @cached_property
     def linear(self) -> partial[Array]:
@@ -95,16 +97,18 @@ class Wiring:
         before: a norm of what the branch reads.
         after: a norm of what it gives, after the sum over tensor shards.
         scale: of what is added.
+        outer: a norm of the sum with the residual stream, as encoders have it.
     """
 
     before: bool = True
     after: bool = False
     scale: float = 1.0
+    outer: bool = False
 
     def table(self, norm: NormKind, key: str, before: str, after: str) -> Table:
         """The norms' lines, by their names in a layer of the checkpoint."""
         lines = norm.table(f"{key}.norm", f"model.layers.{{i}}.{before}") if self.before else {}
-        if self.after:
+        if self.after or self.outer:
             lines |= norm.table(f"{key}.post_norm", f"model.layers.{{i}}.{after}")
         return lines
 
@@ -120,10 +124,11 @@ class Wiring:
         self, x: Hidden, h: Hidden, norm: NormKind, key: str, w: LayerWeights, context: Context
     ) -> Hidden:
         """x + scale * h, the branch's result."""
-        if self.residual(x) is not None:
-            return h
-        h = context.norm(h, norm.of(w, f"{key}.post_norm")) if self.after else h
-        return x + h * self.scale
+        if self.after:
+            h = context.norm(h, norm.of(w, f"{key}.post_norm"))
+        h = x + h * self.scale if self.residual(x) is None else h
+        return context.norm(h, norm.of(w, f"{key}.post_norm")) if self.outer else h
 
 
 PRE, POST, SANDWICH = Wiring(), Wiring(before=False, after=True), Wiring(after=True)
+OUTER = Wiring(before=False, outer=True)

@@ -29,10 +29,11 @@ async def embeddings(service: Service, request: Request, body: Any) -> Response:
     embedder = service.ready().llm.embedder
     embedder.check_dimensions(dimensions)
     is_packed = call.found.get("encoding_format") == "base64"
-    name = call.found.get("prompt_name")
+    how = call.found.get("prompt_name"), None, call.found.get("truncate_prompt_tokens")
+    embedder.longest(how[2])
 
     async def answer() -> dict[str, Any]:
-        done = await _pooled(call, lambda e: [e.text_ids(t, name, None) for t in texts], len(texts))
+        done = await _pooled(call, lambda e: [e.text_ids(t, *how) for t in texts], len(texts))
         vectors = embedder.vectors(done, dimensions, None)
         found = [_packed(vector) if is_packed else vector.tolist() for vector in vectors]
         data = [{"object": "embedding", "index": i, "embedding": v} for i, v in enumerate(found)]
@@ -50,10 +51,12 @@ async def rerank(service: Service, request: Request, body: Any) -> Response:
     if not 1 <= len(documents) <= MAX_TEXTS:
         said = f"There are {len(documents)} documents; 1 to {MAX_TEXTS} are taken."
         raise ApiError(said, param="documents")
-    query, instruction = found["query"], found.get("instruction")
+    query = found["query"]
+    how = found.get("instruction"), found.get("truncate_prompt_tokens")
+    embedder.longest(how[1])
 
     def encoded(embedder: Embedder) -> list[list[int]]:
-        return [embedder.pair_ids(query, document, instruction) for document in documents]
+        return [embedder.pair_ids(query, document, *how) for document in documents]
 
     async def answer() -> dict[str, Any]:
         scores = embedder.scores(await _pooled(call, encoded, len(documents)))

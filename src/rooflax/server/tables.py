@@ -304,12 +304,18 @@ TOKENIZE = Table(
     Field("return_token_strs", bool, "also the text of each token"),
     *(Field(f.name, f.type, f.text, f.policy) for f in RENDERING),
 )
+TRUNCATE = Field(
+    "truncate_prompt_tokens",
+    int,
+    "cut what is longer to so many tokens; -1 is as many as the model takes; default reject it",
+)
 EMBEDDINGS = Table(
     MODEL,
     Field("input", str | list[Any], "a text, token ids, or a list of either", required=True),
     Field("dimensions", Count, "keep the first so many numbers; default all"),
     Field("encoding_format", Literal["float", "base64"], "base64 is float32, little-endian"),
     Field("prompt_name", str, "which of the checkpoint's prompts stands before each text"),
+    TRUNCATE,
     Field("cache_salt", str, "only requests of the same salt share cached prompts"),
     label("user"),
 )
@@ -320,6 +326,7 @@ RERANK = Table(
     Field("top_n", Count, "how many of the best; default all"),
     Field("return_documents", bool, "also the texts; default false"),
     Field("instruction", str, "what makes a document relevant; default the model's own"),
+    TRUNCATE,
     Field("cache_salt", str, "only requests of the same salt share cached prompts"),
     label("user"),
 )

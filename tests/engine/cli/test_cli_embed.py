@@ -1,6 +1,9 @@
 """`rooflax embed`: JSON lines in and out, and every flag's effect."""
 
 import json
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -41,7 +44,7 @@ def test_one_text_and_many(rooflax, folder, tmp_path):
     assert ids == [1, "k", 4, 5]
     np.testing.assert_allclose(found, wanted, atol=1e-6)
     again = rooflax("embed", folder, *files)
-    assert again.code == 2 and "exists; give the name of a new file" in again.err
+    assert again.code == 0 and "4 of 4 are embedded already" in again.err
     piped = rooflax("embed", folder, "--input", "-", stdin="\n".join(lines).encode())
     np.testing.assert_allclose(vectors(piped.out)[1], wanted, atol=1e-6)
     ends = "\r\n".join(TEXTS).encode()
@@ -56,13 +59,14 @@ FLAGS = {
     "--max-model-len": (["2"], "the context holds 2"), "--prompt": (["a"], "is given twice"),
     "--revision": (["main"], "is for hub ids"), "--platform": (["gpu"], "is not here"),
     "--input": (["-"], "either as --prompt or as --input"),
-    "--output": (["nowhere/x"], "cannot write nowhere/x"),
+    "--output": (["nowhere/x"], "nowhere/x cannot be written"),
+    "--force": ([], "--force is for an --output"),
     "--weights-budget": (["1B"], "give a larger one"),
     "--decode-steps": (["0"], "--decode-steps is 0"),
     "--mesh": (["tensor=5"], "tensor"), "--kernels": (["best"], "best"), "--gqa": (["x"], "gqa"),
     "--moe": (["x"], "moe"), "--layers": (["x"], "layers"), "--threads": (["0"], "below 1"),
 }  # fmt: skip
-SAME = ("--offline", "--check", "--no-cache", "--no-jit", "--quiet", "--verbose")
+SAME = ("--truncate", "--offline", "--check", "--no-cache", "--no-jit", "--quiet", "--verbose")
 """Flags that change no vector; `--ignore-config-key` is for a key that is not there."""
 
 
@@ -99,3 +103,54 @@ def test_a_line_that_is_no_text_is_named(rooflax, folder, line):
 def test_a_model_that_does_not_embed(rooflax):
     ran = rooflax("embed", "preset:qwen2.5-tiny", "-p", "x")
     assert (ran.code, ran.out) == (2, "") and "has no modules.json" in ran.err
+
+
+def killed(process, output, at_least):
+    """Kills a run once its output has so many bytes; whether it was still running."""
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        if output.exists() and output.stat().st_size >= at_least:
+            process.kill()
+            process.wait()
+            return True
+        time.sleep(0.001)
+    process.wait()
+    return False
+
+
+@pytest.mark.parametrize("name", ["vectors.jsonl", "vectors.npy"])
+def test_a_killed_run_goes_on_where_it_ended(rooflax, folder, tmp_path, name):
+    texts = [f"text number {index} " * (index % 5 + 1) for index in range(1500)]
+    (tmp_path / "in.txt").write_text("\n".join(texts))
+    output, whole = tmp_path / name, tmp_path / f"whole-{name}"
+    command = ["embed", str(folder), "--input", str(tmp_path / "in.txt"), "--output"]
+    run = [sys.executable, "-m", "rooflax", *command, str(output)]
+    assert killed(subprocess.Popen(run, stderr=subprocess.DEVNULL), output, 300 * 54 * 4)
+    with output.open("r+b") as file:  # also inside a line, or a row
+        file.truncate(output.stat().st_size - 7)
+    began = output.read_bytes()
+    ran = rooflax(*command, output)
+    assert ran.code == 0 and "are embedded already" in ran.err
+    assert rooflax(*command, whole).code == 0
+    assert len(began) < output.stat().st_size and output.read_bytes().startswith(began[:-1500])
+    if name.endswith(".npy"):
+        found, wanted = np.load(output), np.load(whole)
+    else:
+        (ids, found), (_, wanted) = (vectors(path.read_text()) for path in (output, whole))
+        assert ids == list(range(1, 1501))
+    assert found.shape == (1500, 54)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)  # of a process with other flags
+
+
+@pytest.mark.parametrize("name", ["vectors.jsonl", "vectors.npy"])
+def test_other_vectors_are_kept_but_for_force(rooflax, folder, tmp_path, name):
+    (tmp_path / "in.txt").write_text("a\nb")
+    (tmp_path / "other.txt").write_text('{"id": "k", "text": "a"}\n"b"\n"c"')
+    files = ("--output", tmp_path / name)
+    assert rooflax("embed", folder, "--input", tmp_path / "in.txt", *files).code == 0
+    before = (tmp_path / name).read_bytes()
+    ran = rooflax("embed", folder, "--input", tmp_path / "other.txt", *files)
+    assert ran.code == 2 and "replace it with --force" in ran.err
+    assert (tmp_path / name).read_bytes() == before
+    ran = rooflax("embed", folder, "--input", tmp_path / "other.txt", *files, "--force")
+    assert ran.code == 0 and (tmp_path / name).read_bytes() != before

@@ -38,6 +38,9 @@ def by_hand(q, k, v, dense, args):
             and (segments is None or segments[b, s] == segments[b, t])
         ]
         scores = [float(q[b, t, n] @ k[b, kv_head, s]) for s in seen]
+        if args.bias is not None:
+            distances = dense.key_positions[b, seen] - here + args.bias.shape[1] // 2
+            scores = (scores + args.bias[n, distances]).tolist()
         logits = np.array(scores if sinks is None else [*scores, float(sinks[n])], np.float64)
         if not seen:
             continue

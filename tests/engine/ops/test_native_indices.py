@@ -117,17 +117,24 @@ BAD_ATTENTION = [
 ]
 
 
-def attend(window=None, **changes):
+def attend(window=None, bias=None, **changes):
     arrays = {name: jnp.asarray(value, jnp.int32) for name, value in (ATTENTION | changes).items()}
     q, pool = jnp.ones((3, 2, 16)), jnp.ones((3, 1, 4, 16))
     sequences = Sequences(**arrays, longest=3)
     call = partial(ragged_attention, implementation="native")
-    return call, q, pool, pool, sequences, AttentionArgs(1.0, window)
+    return call, q, pool, pool, sequences, AttentionArgs(1.0, window, bias=bias)
 
 
 @pytest.mark.parametrize(("sentence", "changes"), BAD_ATTENTION)
 def test_attention(sentence, changes):
     rejects(f"attention: {sentence}", *attend(**changes))
+
+
+@pytest.mark.parametrize("reach", [0, 4])
+def test_distances_without_a_bias(reach):
+    call, *args = attend(bias=jnp.ones((2, 11)))
+    np.testing.assert_allclose(jax.jit(call)(*args)[:2], 1.0, atol=1e-6)
+    rejects("attention: a distance that has no bias", *attend(bias=jnp.ones((2, 2 * reach + 1))))
 
 
 def test_a_window_behind_the_context():

@@ -5,21 +5,22 @@ import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import numpy as np
 import openai
 import pytest
 
 from rooflax import LLM, AsyncLLM
 from rooflax.server import tables
-from tests import goldens
+from tests import encoder_cases, goldens
 from tests.engine.server.test_apis import mutated
 from tests.engine.test_embedding import TEXTS, add_modules
-from tests.pooling_cases import NORMALIZE, SCORE, pooling
+from tests.pooling_cases import NORMALIZE, SCORE, pooling, write_modules
 from tests.support.server.live import serving
 
 EMBED = {
     "input": ["x", [5, 6]], "dimensions": 5, "encoding_format": "float", "prompt_name": "query",
-    "cache_salt": "s", "user": "u",
+    "cache_salt": "s", "user": "u", "truncate_prompt_tokens": 20,
 }  # fmt: skip
 SCORE_BODY = {
     "query": "x", "documents": ["y", {"text": "z"}], "top_n": 1, "return_documents": True,
@@ -181,3 +182,49 @@ def test_a_model_does_only_what_it_was_made_for(embeds, scores):
     for server in (embeds, scores):
         found = server.post("/v1/completions", {"prompt": "x"})
         assert found.status_code == 400 and "it writes none" in found.json()["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    folder = encoder_cases.write(tmp_path_factory.mktemp("encoder") / "embeds", "bert")
+    write_modules(folder, pooling("mean_tokens", 60), NORMALIZE)
+    with serving(lambda report: AsyncLLM(folder, max_num_seqs=4)) as server:
+        yield server, LLM(folder)
+
+
+def test_an_encoder_is_served(encoder):
+    server, llm = encoder
+    wanted = llm.embed(TEXTS)
+    many = vectors(server.post("/v1/embeddings", {"input": TEXTS * 9}))
+    np.testing.assert_allclose(many, np.tile(wanted, (9, 1)), atol=1e-6)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        found = client.embeddings.create(model=client.models.list().data[0].id, input=TEXTS)
+    np.testing.assert_allclose([line.embedding for line in found.data], wanted, atol=1e-6)
+    long = {"input": "x " * 500}
+    found = server.post("/v1/embeddings", long)
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "input")
+    cut = llm.embed(long["input"], truncate_prompt_tokens=20)
+    found = server.post("/v1/embeddings", long | {"truncate_prompt_tokens": 20})
+    np.testing.assert_allclose(vectors(found), cut, atol=1e-6)
+    assert found.json()["usage"]["total_tokens"] == 20
+    found = server.post("/v1/embeddings", long | {"truncate_prompt_tokens": 0})
+    assert found.json()["error"]["param"] == "truncate_prompt_tokens"
+    found = server.post("/v1/completions", {"prompt": "x"})
+    assert found.status_code == 400 and "it writes none" in found.json()["error"]["message"]
+    assert httpx.get(f"{server.url}/metrics").status_code == 200
+
+
+def test_a_cross_encoder_is_served(tmp_path):
+    folder = encoder_cases.write(tmp_path / "scores", "xlm_roberta", scores=True)
+    wanted = LLM(folder).rerank("what is x", TEXTS)
+    with serving(lambda report: AsyncLLM(folder, max_num_seqs=2)) as server:
+        body = {"query": "what is x", "documents": TEXTS}
+        found = server.post("/v1/rerank", body).json()["results"]
+        order = sorted(range(len(TEXTS)), key=lambda index: -wanted[index])
+        assert [line["index"] for line in found] == order
+        scores = [line["relevance_score"] for line in found]
+        assert scores == pytest.approx(sorted(wanted, reverse=True), abs=1e-6)
+        long = {"query": "x", "documents": ["y " * 500]}
+        assert server.post("/v1/rerank", long).status_code == 400
+        cut = server.post("/v1/rerank", long | {"truncate_prompt_tokens": -1})
+        assert cut.status_code == 200 and cut.json()["usage"]["total_tokens"] == 129

@@ -69,6 +69,7 @@ class Attention:
     sinks: bool = False
     segments: bool = False
     causal: bool = True
+    bias: bool = False
 
     def arrays(self):
         """q, k, v, and what else `attention` takes."""
@@ -90,6 +91,7 @@ class Attention:
                 self.window,
                 normal(self.heads, seed=4) * 2 if self.sinks else None,
                 causal=self.causal,
+                bias=normal(self.heads, 2 * keys - 1, seed=5) if self.bias else None,
             ),
         )
 
@@ -118,6 +120,11 @@ ATTENTION = [
     Attention("both ways", causal=False, **WHOLE),
     Attention("both ways in a window, with sinks", causal=False, window=3, sinks=True, **WHOLE),
     Attention("both ways, decode", causal=False, query_len=1),
+    Attention("bias of distances", causal=False, bias=True, **WHOLE),
+    Attention(
+        "bias of distances in a window, with sinks", causal=False, bias=True, window=3, sinks=True,
+        **WHOLE,
+    ),
     Attention("packed documents", segments=True, **WHOLE),
     Attention("packed documents and window", segments=True, window=2, **WHOLE),
     Attention(

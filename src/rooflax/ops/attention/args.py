@@ -32,6 +32,8 @@ class AttentionArgs:
         repeat_kv: copy each K/V head for its query heads first (the slow way).
         pattern: leaves more keys out, for long contexts; None leaves out none.
         causal: a query sees no key behind itself; otherwise the window reaches both ways.
+        bias: what a head's scores gain by the key's position less the query's: of an odd number of
+            distances, the middle one is 0; farther keys get the last. None is nothing.
     """
 
     scale: float = field(metadata=STATIC)
@@ -40,11 +42,18 @@ class AttentionArgs:
     repeat_kv: bool = field(default=False, metadata=STATIC)
     pattern: Pattern | None = field(default=None, metadata=STATIC)
     causal: bool = field(default=True, metadata=STATIC)
+    bias: Float[Array, "N distances"] | None = None
 
     @property
     def ahead(self) -> int:
         """How many tokens behind itself a query sees."""
         return 0 if self.causal else FARTHEST if self.window is None else self.window - 1
+
+    def biases(self, query: Any, key: Any) -> Float[Array, "N ..."]:
+        """What scores gain, by positions; of any shapes that broadcast together."""
+        assert self.bias is not None
+        last = self.bias.shape[1] - 1
+        return self.bias[:, jnp.clip(key - query + last // 2, 0, last)]
 
     def sees(self, query: Any, key: Any, context: Any) -> Any:
         """Whether a query sees a key, by positions; of any shapes that broadcast together.

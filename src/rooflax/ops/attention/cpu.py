@@ -56,6 +56,7 @@ def ragged_attention(
         sequences.positions,
         sequences.context_lens,
         none if args.sinks is None else args.sinks.astype(jnp.float32),
+        jnp.zeros((0, 1)) if args.bias is None else args.bias.astype(jnp.float32),
         scale=np.float32(args.scale),
         window=np.int64(args.window or 0),
         ahead=np.int64(args.ahead),

@@ -28,6 +28,9 @@ def attention(
     v32 = jnp.repeat(v.astype(jnp.float32), group, axis=1)
 
     scores = args.scale * jnp.einsum("btnh,bnsh->bnts", q32, k32, precision=HIGHEST)
+    if args.bias is not None:
+        bias = args.biases(dense.positions[:, :, None], dense.key_positions[:, None])
+        scores = scores + bias.swapaxes(0, 1)
     scores = jnp.where(dense.visible(args)[:, None], scores, -jnp.inf)
 
     sinks = jnp.full(q.shape[2], -jnp.inf) if args.sinks is None else args.sinks

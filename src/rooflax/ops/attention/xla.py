@@ -37,8 +37,12 @@ def attention(
 
     def rows_of(first: int, end: int, num_keys: int) -> jax.Array:
         queries, keys = slice(first, end), slice(num_keys)
-        mask = dense.visible(args, queries, keys)
-        return _attend(q[:, queries], k[:, :, keys], v[:, :, keys], mask, sinks, args.scale)
+        mask, bias = dense.visible(args, queries, keys), None
+        if args.bias is not None:
+            query, key = dense.positions[:, queries, None], dense.key_positions[:, None, keys]
+            bias = args.biases(query, key)
+        parts = q[:, queries], k[:, :, keys], v[:, :, keys]
+        return _attend(*parts, mask, bias, sinks, args.scale)
 
     seq, num_keys = q.shape[1], k.shape[2]
     if not dense.causal_order or not args.causal:
@@ -52,12 +56,16 @@ def _attend(
     k: Float[Array, "B K S H"],
     v: Float[Array, "B K S H"],
     mask: Bool[Array, "B T S"],
+    bias: Float[Array, "N B T S"] | None,
     sinks: Float[Array, "1 K 1 G 1"] | None,
     scale: float,
 ) -> Float[Array, "B T N H"]:
     rows, seq, num_heads, head_dim = q.shape
     grouped = q.reshape(rows, seq, k.shape[1], num_heads // k.shape[1], head_dim)
     scores = _scores(grouped, k) * scale
+    if bias is not None:
+        bias = bias.reshape(*grouped.shape[2:4], *bias.shape[1:])  # K G B T S
+        scores = scores + bias.transpose(2, 0, 3, 1, 4)
     weights = _softmax(scores, mask[:, None, :, None], sinks).astype(q.dtype)
     out = dot_general(weights, v, (((4,), (2,)), ((0, 1), (0, 1))))  # B K T G H
     return out.swapaxes(1, 2).reshape(q.shape).astype(q.dtype)

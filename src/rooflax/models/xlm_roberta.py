@@ -1,0 +1,19 @@
+"""XLM-RoBERTa (bge-m3, multilingual E5, bge-reranker): RoBERTa with another vocabulary.
+
+Source: transformers, models/xlm_roberta/modeling_xlm_roberta.py; Conneau et al., 2019.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rooflax.models import roberta
+from rooflax.nn.decoder import Decoder
+
+HF_PREFIXES, SKIPPED, SCORE_HEAD = roberta.HF_PREFIXES, roberta.SKIPPED, roberta.SCORE_HEAD
+config_from_hf = roberta.config_from_hf
+
+
+def config_to_hf(decoder: Decoder) -> dict[str, Any]:
+    own = {"model_type": "xlm-roberta", "architectures": ["XLMRobertaModel"]}
+    return roberta.config_to_hf(decoder) | own

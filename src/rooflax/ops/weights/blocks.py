@@ -33,12 +33,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from rooflax.ops import native
 from rooflax.ops.formats import GROUP, PANEL
-from rooflax.ops.weights.quantized import Quantized, both_halves, namespace, split_blocks
-
-IQ4_VALUES = np.array(
-    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
+from rooflax.ops.weights import iq4
+from rooflax.ops.weights.quantized import (
+    Encoded,
+    Quantized,
+    both_halves,
+    namespace,
+    split_blocks,
 )
+
 SUPER = 8
 """Groups that share float16s in a file."""
 
@@ -418,8 +423,16 @@ class Iq4Nl(Halves):
     """Four bits that number sixteen values, and a scale."""
 
     code, bits, zero = "iq4_nl", 4, 8
+    most = float(113 * iq4.MOST_SCALE)
     names = MappingProxyType({"iq4_nl": True, "iq4_nl-a16": False})
     blocks = MappingProxyType({"IQ4_NL": "iq4_nl"})
+
+    @staticmethod
+    def encoded(rows: np.ndarray) -> Encoded:
+        groups = rows.reshape(-1, GROUP)
+        codes, scales, largest = (native.iq4_encoder() or iq4.encoded)(groups)
+        by_row = scales.astype(np.float16).reshape(len(rows), -1)
+        return codes.reshape(rows.shape), by_row, largest.reshape(by_row.shape)
 
     @classmethod
     def decoded(cls, codes: Any) -> Any:
@@ -467,7 +480,7 @@ def _half(words: Any) -> Any:
 
 
 def _iq4(codes: Any) -> Any:
-    table = IQ4_VALUES if isinstance(codes, np.ndarray) else jnp.asarray(IQ4_VALUES)
+    table = iq4.VALUES if isinstance(codes, np.ndarray) else jnp.asarray(iq4.VALUES)
     return table[codes.astype(np.int32)]
 
 

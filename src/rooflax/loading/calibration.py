@@ -118,7 +118,7 @@ class _Layers(Sequence):
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, index: Any) -> dict[str, Any]:
+    def __getitem__(self, index: Any) -> Any:
         return next(self._each)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

@@ -57,9 +57,7 @@ struct Iq4 {
   static constexpr int64_t kZero = 128;
   static constexpr bool kFitsTwice = false;
   ROOFLAX_INLINE static I16 Unsigned(const uint8_t* lines, int64_t q) {
-    alignas(16) static constexpr uint8_t kTable[16] = {1,   24,  45,  63,  79,  93,  106, 118,
-                                                       129, 141, 153, 166, 181, 197, 217, 241};
-    return LookUp(kTable, As<I16>(QuadOf<4>(lines, q)));
+    return LookUp(kIq4Values, As<I16>(QuadOf<4>(lines, q)));
   }
 };
 
@@ -356,6 +354,9 @@ void Bytes(const PackedArgs& a) {
     case Code::kInt8Groups: return AllRows<GroupTile<Int8Group>>(a);
     case Code::kInt4: return AllRows<GroupTile<Int4Group>>(a);
     case Code::kMxfp4: return AllRows<GroupTile<Mxfp4Group>>(a);
+#if !defined(__AVX2__) || defined(__AVX512F__)
+    case Code::kIq4Nl: return AllRows<GroupTile<Iq4Group>>(a);
+#endif
     default: return WithBlockType(a.code, [&](auto type) { BlocksTimesBytes<decltype(type)>(a); });
   }
 }

@@ -208,6 +208,10 @@ struct Int4Group {
   static F16 Scale(const void* scales, int64_t block) { return Int8Group::Scale(scales, block); }
 };
 
+// The sixteen numbers of ggml's IQ4, 128 too large.
+alignas(16) constexpr uint8_t kIq4Values[16] = {1,   24,  45,  63,  79,  93,  106, 118,
+                                                129, 141, 153, 166, 181, 197, 217, 241};
+
 struct Mxfp4Group {
   static constexpr int64_t kLines = 4, kParts = 2, kTogether = 1, kScaleBytes = 16;
   // Twice the value of e2m1, which is whole, plus 12.
@@ -224,6 +228,13 @@ struct Mxfp4Group {
     const I16 bits = Select(e >= 2, (e - 1) << 23, Select(e == 1, tiny + tiny, tiny));
     return As<F16>(Select(e == 255, fault, bits));
   }
+};
+
+// ggml's IQ4_NL, 128 too large; for machines whose products of unsigned bytes are summed in 32 bits.
+struct Iq4Group {
+  static constexpr int64_t kLines = 4, kParts = 2, kTogether = 1, kScaleBytes = 32;
+  static I16 Unsigned(U16 codes, int64_t part) { return LookUp(kIq4Values, Int4Group::Unsigned(codes, part)); }
+  static F16 Scale(const void* scales, int64_t block) { return Int8Group::Scale(scales, block); }
 };
 
 template <typename Group>

@@ -39,7 +39,7 @@ def multiplied_as(storage: Storage) -> str:
     Formats that round multiply their code by int8; other weights are upcast to the activations as
     they are read.
     """
-    if format := KNOWN.get(format_of(storage.format, head=False)):
+    if format := KNOWN.get(format_of(storage.format)):
         return format.code if format.quantizes_activations else storage.dtype
     return "float32" if storage.keeps_bfloat16 else storage.dtype
 

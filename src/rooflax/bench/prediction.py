@@ -140,7 +140,7 @@ def predict(plan: Plan) -> dict[str, Any] | None:
     }
     read = ceiling_reader(steps["decode 1"][1].total_bytes, multiplied_as(plan.storage))
     readings = [read() for _ in range(READINGS)]
-    format = format_of(plan.storage.format, head=False)
+    format = format_of(plan.storage.format)
     format = ELSEWHERE.get(format, format)  # the same bytes and, but for a rotation, kernels
     found: dict[str, Any] = {}
     least = 0.0  # a step of several rows takes no less than that of one

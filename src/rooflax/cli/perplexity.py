@@ -12,7 +12,6 @@ from rooflax.cli.parser import Parser, whole
 from rooflax.cli.session import open_llm
 from rooflax.cli.windows import Window, windows
 from rooflax.errors import RequestError
-from rooflax.files import read_input
 
 if TYPE_CHECKING:
     from rooflax.llm import LLM
@@ -44,7 +43,9 @@ def add_flags(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Scores the text and prints the result."""
-    text = _read_text(args.file)
+    text = (
+        terminal.read_stdin("--file FILE") if args.file is None else terminal.read_file(args.file)
+    )
     if not text:
         raise RequestError(f"{args.file or 'stdin'} is empty; give a text to score.")
     llm = open_llm(args)
@@ -62,15 +63,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(found)
     return 0
-
-
-def _read_text(file: str | None) -> str:
-    if file is None:
-        return terminal.read_stdin("--file FILE")
-    try:
-        return terminal.decode(read_input(file), file)
-    except OSError as error:
-        raise RequestError(f"cannot read {file}: {error.strerror or error}.") from None
 
 
 def score_windows(llm: LLM, ids: list[int], cut: list[Window], quiet: bool) -> float:

@@ -5,16 +5,23 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, platform, terminal
 from rooflax.cli.parser import Parser
-from rooflax.cli.session import open_llm
+from rooflax.cli.session import find_plan, open_llm
 from rooflax.errors import RequestError
 from rooflax.files import only_writer
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.signals import cleanup_on_sigterm
 
+if TYPE_CHECKING:
+    from rooflax.llm import LLM
+    from rooflax.loading.plan import Plan
+    from rooflax.models.model import Model
+
+OWN_TEXTS, OWN_TOKENS = 16, 512
+"""How many texts a model writes to be calibrated with, and how long they are."""
 SUMMARY = "save a quantized model; it loads without conversion"
 
 
@@ -29,6 +36,11 @@ def add_flags(parser: Parser) -> None:
         "--gguf", metavar="TYPE",
         help="a GGUF file for llama.cpp in place of a folder: F32, BF16, Q8_0, Q4_0, Q6_K, or "
         "Q4_K_M, llama.cpp's mixture of Q4_K and Q6_K",
+    )  # fmt: skip
+    add(
+        "--calibrate", metavar="TEXT",
+        help="with -q int4: what the model computes on this text (a file of some thousand tokens) "
+        "says how its weights are rounded; auto is text that the model writes itself",
     )  # fmt: skip
     add("--force", action="store_true", help="overwrite a model in it, or the file")
     flags.add_precision(parser, kv=False)
@@ -58,26 +70,68 @@ def _write_folder(args: argparse.Namespace) -> dict[str, Any]:
         raise RequestError(
             f"{args.output} holds a model; give another folder, or replace it with --force."
         )
-    llm = open_llm(args, options=ExecutionOptions(layers="unrolled"))
-    if not (llm.plan.storage.quantize or llm.plan.storage.prequantized):
+    options = ExecutionOptions(layers="unrolled")
+    if args.calibrate is None:
+        llm = open_llm(args, options=options)
+        plan, model = llm.plan, llm.model
+    else:
+        plan, model = _calibrated(args, options)
+    if not (plan.storage.quantize or plan.storage.prequantized):
         raise RequestError("no format was given: say --quantize int8, or another one.")
     from rooflax.loading.save import save
 
-    dtype = "bfloat16" if llm.plan.storage.keeps_bfloat16 else llm.plan.storage.dtype
+    dtype = "bfloat16" if plan.storage.keeps_bfloat16 else plan.storage.dtype
     with terminal.status(f"writing {args.output}", args.quiet):
-        save(llm.model, args.output, dtype=dtype, files_from=llm.info.folder)
+        save(model, args.output, dtype=dtype, files_from=plan.info.folder)
     return {
-        "model": llm.info.name,
+        "model": plan.info.name,
         "folder": str(args.output),
-        "format": llm.format,
-        "weights_bytes": llm.model.weights_bytes,
+        "format": plan.storage.format,
+        "weights_bytes": model.weights_bytes,
         "file_bytes": (Path(args.output) / "model.safetensors").stat().st_size,
     }
 
 
+def _calibrated(args: argparse.Namespace, options: ExecutionOptions) -> tuple[Plan, Model]:
+    text = None if args.calibrate == "auto" else terminal.read_file(args.calibrate)
+    plan = find_plan(args, options=options)
+    from rooflax.llm import LLM
+    from rooflax.loading.calibration import calibrate, check_format
+
+    check_format(plan)
+    if text is None:
+        with terminal.status(f"{plan.info.name} writes the text to calibrate with", args.quiet):
+            ids = _own_text(LLM(plan.info, max_model_len=plan.max_model_len))
+    else:
+        ids = plan.info.tokenizer().encode(text)
+    layers = plan.info.config.num_layers
+    with terminal.statuses(args.quiet) as say:
+        say("calibrating the first layer")
+
+        def report(layer: int, error: float) -> None:
+            say(f"calibrated {layer + 1} of {layers} layers: {error:.0%} of rounding's error")
+
+        return plan, calibrate(plan, ids, report)
+
+
+def _own_text(llm: LLM) -> list[int]:
+    """Tokens that a model writes when nothing is asked."""
+    from rooflax.engine.sampling_params import SamplingParams
+
+    length = min(OWN_TOKENS, llm.max_model_len)
+    first = llm.tokenizer.bos_id if llm.tokenizer.bos_id is not None else llm.tokenizer.eos_id
+    start = [0 if first is None else first]
+    how = {"temperature": 1.0, "ignore_eos": True, "max_tokens": length - 1}
+    prompts = [start] * OWN_TEXTS
+    each = [SamplingParams(seed=i, **how) for i in range(OWN_TEXTS)]
+    written = llm.generate(prompts, each)
+    return [token for one in written for token in (*start, *one.tokens)]
+
+
 def _write_gguf(args: argparse.Namespace) -> dict[str, Any]:
     path = Path(args.output)
-    for flag, value in (("--quantize", args.quantize), ("--dtype", args.dtype)):
+    given = {"--quantize": args.quantize, "--dtype": args.dtype, "--calibrate": args.calibrate}
+    for flag, value in given.items():
         if value is not None:
             raise RequestError(f"{flag} is given beside --gguf, which says the type; leave it out.")
     if path.is_dir() or path.suffix != ".gguf":

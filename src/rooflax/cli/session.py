@@ -13,6 +13,7 @@ from rooflax.loading.settings import EngineSettings
 if TYPE_CHECKING:
     from rooflax.async_llm import AsyncLLM
     from rooflax.llm import LLM
+    from rooflax.loading.plan import Plan
     from rooflax.nn.execution import ExecutionOptions
 
 
@@ -31,6 +32,15 @@ def open_llm(args: argparse.Namespace, **settings: Any) -> LLM:
     if args.verbose:
         say_settings(llm)
     return llm
+
+
+def find_plan(args: argparse.Namespace, **settings: Any) -> Plan:
+    """What `open_llm` would load.
+
+    Raises:
+        RooflaxError: with the reason.
+    """
+    return _loaded(args, *_checked(args, settings), lambda plan, **given: plan)
 
 
 def open_async_llm(args: argparse.Namespace, **settings: Any) -> AsyncLLM:

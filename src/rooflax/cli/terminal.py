@@ -219,6 +219,18 @@ def read_stdin(flag: str) -> str:
         raise RequestError(f"stdin cannot be read: {error.strerror}.") from None
 
 
+def read_file(path: str) -> str:
+    """All of a file ("-" is stdin) as text.
+
+    Raises:
+        RequestError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        return decode(read_input(path), path)
+    except OSError as error:
+        raise RequestError(f"cannot read {path}: {error.strerror or error}.") from None
+
+
 def decode(data: bytes, name: str) -> str:
     """UTF-8 as text; RequestError, with the position, if it is not."""
     try:

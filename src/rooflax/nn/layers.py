@@ -91,7 +91,7 @@ def run_layers(
 
 def _unrolled(
     functions: Sequence[Layer],
-    layers: tuple[LayerWeights, ...],
+    layers: Sequence,
     x: jax.Array,
     given: jax.Array | None,
     cache: KVCache | None,

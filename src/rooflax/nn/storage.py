@@ -19,8 +19,16 @@ import numpy as np
 from rooflax.errors import RequestError
 from rooflax.nn.shards import Shards, split_axes
 from rooflax.nn.weights import Float32, PlusOne, Reordered, Shape, Slot, TensorLayout
-from rooflax.ops.formats import GROUP, KNOWN, format_of, formats_of
-from rooflax.ops.weights import Pairs, Quantized, class_of, pack_pairs, packed_bytes, quantize
+from rooflax.ops.formats import BESIDE, GROUP, HEAD, KNOWN, PARTS, format_of, formats_of
+from rooflax.ops.weights import (
+    Fused,
+    Pairs,
+    Quantized,
+    class_of,
+    pack_pairs,
+    packed_bytes,
+    quantize,
+)
 from rooflax.ops.weights.rotation import BLOCK
 
 if TYPE_CHECKING:
@@ -133,7 +141,7 @@ class WeightPlan:
 
     def keep(
         self, array: np.ndarray, put: Callable[[np.ndarray], Any] = jax.device_put
-    ) -> jax.Array | np.ndarray | Quantized | Pairs:
+    ) -> jax.Array | np.ndarray | Quantized | Fused | Pairs:
         """A host array in our layout, or a part of it, as it will lie where `put` puts it.
 
         Raises:
@@ -141,11 +149,17 @@ class WeightPlan:
         """
         if self.format is None and not self.is_paired:
             return put(array)
-        shapes = self.matmul_shape(array.shape)
+        in_shape, out_shape = self.matmul_shape(array.shape)
         if self.format is None:
-            return pack_pairs(array, *shapes, put=put)
-        self.check_groups(math.prod(shapes[0]))
-        return quantize(array, self.format, *shapes, transposed=self.is_head, put=put)
+            return pack_pairs(array, in_shape, out_shape, put=put)
+        self.check_groups(math.prod(in_shape))
+        if len(parts := self.parts(out_shape)) == 1:
+            how = {"transposed": self.is_head, "put": put}
+            return quantize(array, self.format, in_shape, out_shape, **how)
+        inputs = (slice(None),) * len(in_shape)
+        each = ((p.format, array[inputs + p.index], p.out_shape(out_shape)) for p in parts)
+        made = tuple(quantize(own, format, in_shape, out, put=put) for format, own, out in each)
+        return Fused(made, parts[0].axis, self.format)
 
     def num_bytes(self, shape: Shape | None = None) -> int:
         """What it takes.
@@ -237,7 +251,7 @@ class Storage:
         """The decision about a weight.
 
         int8 stands in where groups of 32 do not divide the inputs, and int8 without rotation where
-        blocks of 64 do not divide those of a device.
+        blocks of 64 do not divide those of a device. Experts have one format.
 
         Args:
             is_bfloat16: the checkpoint has its tensors in bfloat16.
@@ -250,13 +264,12 @@ class Storage:
         found = self.prequantized.get(slot.name) if own else None
         multiplies = is_matmul(slot, config)
         if self.quantize is not None and multiplies:
-            found = format_of(self.quantize, head=head)
-            inner = math.prod(_matmul_shape(slot, shape, head)[0])
-            if class_of(found).rotates_inputs:
-                inputs = axes[1:] if head else axes[line.num_stacked : line.num_inputs]
-                inner //= math.prod(getattr(shards, axis) for axis in inputs if axis)
-            if not class_of(found).fits(inner):
-                found = "w8a8" if KNOWN[found].quantizes_activations else "w8a16"
+            inner = whole = math.prod(_matmul_shape(slot, shape, head)[0])
+            inputs = axes[1:] if head else axes[line.num_stacked : line.num_inputs]
+            inner //= math.prod(getattr(shards, axis) for axis in inputs if axis)
+            wanted = [HEAD] if head else matrices_of(slot, config)
+            each = [_fitting(format_of(self.quantize, part), whole, inner) for part in wanted]
+            found = each[0] if len(set(each)) == 1 else BESIDE.join(each)
         stays = self.keeps_bfloat16 and is_bfloat16 and (multiplies or slot.key in TABLES)
         stays &= slot.name not in self.dequantized
         dtype = "float32" if is_float32(line.layout) else "bfloat16" if stays else self.dtype
@@ -266,6 +279,28 @@ class Storage:
         return WeightPlan(
             slot, shape, found, dtype, is_prequantized, head, is_resident, is_paired, axes
         )
+
+
+def _fitting(format: str, inner: int, own: int) -> str:
+    """The format, or what stands in for it.
+
+    Args:
+        inner: inputs of the whole weight.
+        own: those on each device.
+    """
+    if class_of(format).fits(own if class_of(format).rotates_inputs else inner):
+        return format
+    return "w8a8" if KNOWN[format].quantizes_activations else "w8a16"
+
+
+def matrices_of(slot: Slot, config: Decoder) -> list[str | None]:
+    """Which of PARTS lie side by side in a matmul's weight; None is another, or one format only."""
+    name = slot.key.rpartition(".")[2]
+    found = list(name) if set(name) <= set("qkv") else name.split("_")
+    known: list[str | None] = [part if part in PARTS else None for part in found]
+    beside = slot.line.layout.beside(matmul_shape(slot, config)[1])
+    apart = beside is not None and len(beside[1]) == len(known) and not slot.line.num_stacked
+    return known if apart or len(known) == 1 else [None]
 
 
 def is_float32(layout: TensorLayout) -> bool:

@@ -2,7 +2,10 @@
 
 "a16" leaves the activations as they are, "a8" rounds them to int8. "g32" scales int8 weights in
 groups of 32 inputs instead of one scale per output; "h64" rotates inputs in blocks of 64 first, so
-that one scale is enough. int4 and MXFP4 always have groups of 32.
+that one scale is enough. Formats of four bits always have groups of 32.
+
+"int4+head=int8+v=int8" keeps some matrices in other formats: the head (and embedding), or those of
+a layer by their names in LLaMA's checkpoints: q, k, v, o, gate, up and down.
 """
 
 from __future__ import annotations
@@ -42,32 +45,44 @@ FORMATS = {
     "mxfp4-a16": Format("mxfp4", False),
     "fp8-a16": Format("fp8", False),
 }
-CPU_FORMATS = {"w8a8-h64": Format("int8-h64", True)}
+CPU_FORMATS = {"w8a8-h64": Format("int8-h64", True), "iq4_nl": Format("iq4_nl", True)}
 """Formats that kernels of CPUs alone read; `format_on` says what others get."""
-ELSEWHERE = {"w8a8-h64": "w8a8"}
+ELSEWHERE = {"w8a8-h64": "w8a8", "iq4_nl": "w4a8"}
 KNOWN = ChainMap[str, Format]({}, CPU_FORMATS, FORMATS)
 """These and what files hold beside them, which `quantize` does not make; their classes add it."""
-ALIASES = {"int8": "w8a8-h64", "int4": "w4a8", "mxfp4": "mxfp4-a8", "fp8": "fp8-a16"}
-HEAD = "+head="
+ALIASES = {"int8": "w8a8-h64", "int4": "iq4_nl", "mxfp4": "mxfp4-a8", "fp8": "fp8-a16"}
+PLUS = "+"
+"""Before a matrix with a format of its own."""
+HEAD = "head"
+PARTS = (HEAD, "q", "k", "v", "o", "gate", "up", "down")
+WIDER = {"iq4_nl": {HEAD: "w8a8-h64", "v": "w8a8-h64"}}
+"""The matrices that a format leaves wider unless they are named: few bytes, much of the loss."""
 BESIDE = "|"
 """Between the formats of a fused weight's tensors, in their order."""
 
 
 def resolve_format(name: str) -> str:
-    """A format's own name; "int4+head=int8" keeps the embedding and the head in another one.
+    """A format's own name, with those of the matrices that have another one.
 
     Raises:
-        RequestError: there is no such format.
+        RequestError: there is no such format, or no such matrix.
     """
-    base, plus, rest = str(name).partition(HEAD)
-    resolved = _resolved(base, name)
-    return f"{resolved}{HEAD}{_resolved(rest, name)}" if plus else resolved
+    base, *named = str(name).split(PLUS)
+    each = [one.partition("=") for one in named]
+    if unknown := [part for part, equals, _ in each if not equals or part not in PARTS]:
+        raise RequestError(
+            f"quantize is {name!r}, and {unknown[0]!r} is not one of {', '.join(PARTS)} with a "
+            f"format, as in int4+head=int8.",
+            param="quantize",
+        )
+    return PLUS.join([_resolved(base, name), *(f"{p}={_resolved(f, name)}" for p, _, f in each)])
 
 
-def format_of(name: str, *, head: bool) -> str:
-    """The format of a resolved name for the head (and embedding), or for everything else."""
-    base, _, rest = name.partition(HEAD)
-    return rest if head and rest else base
+def format_of(name: str, part: str | None = None) -> str:
+    """The format of a resolved name for one of PARTS; None is everything else."""
+    base, *named = name.split(PLUS)
+    own = dict(one.split("=") for one in named)
+    return (WIDER.get(base, {}) | own).get(part or "", base)
 
 
 def formats_of(name: str) -> tuple[str, ...]:
@@ -79,7 +94,13 @@ def format_on(platform: str, name: str) -> str:
     """A resolved name with what a platform has in place of the formats of CPUs."""
     if platform == "cpu":
         return name
-    return HEAD.join(ELSEWHERE.get(part, part) for part in name.split(HEAD))
+    base, *named = name.split(PLUS)
+    each = (one.split("=") for one in named)
+    return PLUS.join([_elsewhere(base), *(f"{part}={_elsewhere(f)}" for part, f in each)])
+
+
+def _elsewhere(format: str) -> str:
+    return ELSEWHERE.get(format, format)
 
 
 def _resolved(part: str, whole: str) -> str:
@@ -87,7 +108,7 @@ def _resolved(part: str, whole: str) -> str:
     if found not in FORMATS and found not in CPU_FORMATS:
         names = ", ".join((*ALIASES, *FORMATS, *CPU_FORMATS))
         raise RequestError(
-            f"quantize is {whole!r}; it must be one of {names}, or two as in int4{HEAD}int8.",
+            f"quantize is {whole!r}; it must be one of {names}, or several as in int4+head=int8.",
             param="quantize",
         )
     return found

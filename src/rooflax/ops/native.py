@@ -219,6 +219,27 @@ def rotator() -> Callable[[np.ndarray], np.ndarray] | None:
     return rotate
 
 
+def iq4_encoder() -> Callable[[np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]] | None:
+    """`weights.iq4.encoded` by threads; None without the library."""
+    library = load()
+    if library is None or not hasattr(library, "rooflax_encode_iq4"):
+        return None
+    function = library.rooflax_encode_iq4
+    function.restype = None
+    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    function.argtypes = [pointer, size, pointer, pointer, pointer, ctypes.c_int]
+
+    def encode(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        own = np.ascontiguousarray(groups, np.float32)
+        codes = np.empty(own.shape, np.uint8)
+        scales, largest = np.empty((2, len(own)), np.float32)
+        arrays = (array.ctypes.data for array in (codes, scales, largest))
+        function(own.ctypes.data, len(own), *arrays, _num_threads())
+        return codes, scales, largest
+
+    return encode
+
+
 def instruction_set() -> str:
     """The one that the kernels use now."""
     library = load()

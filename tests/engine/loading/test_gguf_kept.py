@@ -81,7 +81,7 @@ def test_a_model_keeps_them_unless_a_width_is_asked_for():
     path = gguf_cases.gguf("llama3", "q8_0")
     assert LLM(path).format == "w8a8-g32"
     assert LLM(path, dtype="float32").format == "float32"
-    assert LLM(path, quantize="int4").format == "w4a8"
+    assert LLM(path, quantize="int4").format == "iq4_nl"
     assert LLM(gguf_cases.gguf("llama3", "f32")).format == "float32"
     plain, with_mesh = LLM(path), LLM(path, mesh=jax.make_mesh((2,), ("data",)))
     assert with_mesh.format == "w8a8-g32"

@@ -110,7 +110,7 @@ def models(tmp_path_factory):
         ("bfloat16", "tpu", {}, "bfloat16", "bfloat16", "bfloat16"),
         ("bfloat16", "tpu", {"dtype": "float32"}, "float32", "float32", "float32"),
         # a format is for the weights alone; the KV cache is float16 beside float32 on a CPU
-        ("bfloat16", "cpu", {"quantize": "int4"}, "w4a8", "float32", "float16"),
+        ("bfloat16", "cpu", {"quantize": "int4"}, "iq4_nl", "float32", "float16"),
         ("float32", "cpu", {"quantize": "w8a16"}, "w8a16", "float32", "float16"),
         ("float32", "cpu", {"quantize": "int8", "kv_dtype": "int8"}, "w8a8-h64", "float32", "int8"),
         (
@@ -126,7 +126,7 @@ def models(tmp_path_factory):
         # what the checkpoint holds quantized stays so, unless a dtype or a format is asked for
         ("Q8_0", "cpu", {}, "w8a8-g32", "float32", "float16"),
         ("Q8_0", "cpu", {"dtype": "float32"}, "float32", "float32", "float32"),
-        ("Q8_0", "cpu", {"quantize": "int4"}, "w4a8", "float32", "float16"),
+        ("Q8_0", "cpu", {"quantize": "w4a8"}, "w4a8", "float32", "float16"),
         ("Q8_0", "gpu", {}, "w8a8-g32", "bfloat16", "bfloat16"),
         # and in a folder that was saved so, always
         ("packed", "cpu", {}, "w8a8", "float32", "float16"),

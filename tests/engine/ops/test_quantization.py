@@ -203,8 +203,8 @@ def test_a_damaged_quantised_folder_is_rejected(tmp_path):
 def test_names():
     assert resolve_format("int8") == "w8a8-h64" and resolve_format("w8a8") == "w8a8"
     mixed = resolve_format("int4+head=int8")
-    assert mixed == "w4a8+head=w8a8-h64" == resolve_format(mixed)
-    assert format_of(mixed, head=True) == "w8a8-h64" and format_of(mixed, head=False) == "w4a8"
+    assert mixed == "iq4_nl+head=w8a8-h64" == resolve_format(mixed)
+    assert format_of(mixed, "head") == "w8a8-h64" and format_of(mixed) == "iq4_nl"
     assert format_on("cpu", mixed) == mixed and format_on("gpu", mixed) == "w4a8+head=w8a8"
     with pytest.raises(RequestError, match="int4.head=int8"):
         resolve_format("int4+tail=int8")

@@ -110,7 +110,7 @@ def test_what_is_not_a_number_shows(value):
 
 def test_int8_is_rotated_where_blocks_fit():
     assert resolve_format("int8") == FORMAT
-    assert resolve_format("int4+head=int8") == f"w4a8+head={FORMAT}"
+    assert resolve_format("int4+head=int8") == f"iq4_nl+head={FORMAT}"
     with pytest.raises(RequestError, match="w8a8-h64"):
         resolve_format("int9")
     assert Storage("float32", FORMAT).quantizes_activations

@@ -39,9 +39,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from rooflax.ops import native
 from rooflax.ops.formats import GROUP, PANEL
+from rooflax.ops.weights import iq4
 from rooflax.ops.weights.formats import E2M1_VALUES, looked_up
 from rooflax.ops.weights.quantized import (
+    Encoded,
     Quantized,
     both_halves,
     by_panel,
@@ -49,9 +52,6 @@ from rooflax.ops.weights.quantized import (
     split_blocks,
 )
 
-IQ4_VALUES = np.array(
-    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
-)
 SUPER = 8
 """Groups that share float16s in a file."""
 
@@ -515,8 +515,16 @@ class Iq4Nl(Halves):
     """Four bits that number sixteen values, and a scale."""
 
     code, bits, zero = "iq4_nl", 4, 8
+    most = float(113 * iq4.MOST_SCALE)
     names = MappingProxyType({"iq4_nl": True, "iq4_nl-a16": False})
     blocks = MappingProxyType({"IQ4_NL": "iq4_nl"})
+
+    @staticmethod
+    def encoded(rows: np.ndarray) -> Encoded:
+        groups = rows.reshape(-1, GROUP)
+        codes, scales, largest = (native.iq4_encoder() or iq4.encoded)(groups)
+        by_row = scales.astype(np.float16).reshape(len(rows), -1)
+        return codes.reshape(rows.shape), by_row, largest.reshape(by_row.shape)
 
     @classmethod
     def decoded(cls, codes: Any) -> Any:
@@ -564,7 +572,7 @@ def _half(words: Any) -> Any:
 
 
 def _iq4(codes: Any) -> Any:
-    return looked_up(IQ4_VALUES, codes)
+    return looked_up(iq4.VALUES, codes)
 
 
 def _planes(body: np.ndarray, run: int, bits: int) -> np.ndarray:

@@ -65,7 +65,10 @@ QUICK = {"xla_backend_optimization_level": 0}
 """XLA optimises the interpretation of eight rows for minutes."""
 
 
-@pytest.mark.parametrize("format", cases(FORMATS, every_jax=["w8a16", "w4a16", "fp8-a16"]))
+ON_TENSOR_CORES = ["w8a16", "w8a16-g32", "w4a16", "mxfp4-a16", "fp8-a16"]
+
+
+@pytest.mark.parametrize("format", cases(ON_TENSOR_CORES, every_jax=["w8a16", "w4a16", "fp8-a16"]))
 def test_from_two_rows_on_tensor_cores_multiply(format, interpreted):
     """And either kernel gives what the reference does. One row is rounded to 16 bits."""
     w = weights(format, 160, 200)

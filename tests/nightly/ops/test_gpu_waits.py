@@ -96,7 +96,7 @@ KERNELS = {
     "attention": (partial(attention, paged(PROMPTS[0])), MEETINGS),
     "attention, pattern": (partial(attention, patterned("bfloat16, prompt", "strided")), MEETINGS),
     "attention, heads of 256": (partial(attention, paged(WIDE)), MEETINGS),
-    "attention, a decode step": (attention_step, [*MEETINGS, "arrive", "arrivals"]),
+    "attention, a decode step": (attention_step, [*MEETINGS, "arrive"]),
     "one row of w4a16": (partial(one_row, "w4a16"), ["arrive", "arrivals"]),
     "one row of w8a16": (partial(one_row, "w8a16"), ["arrive", "arrivals"]),
     "one row of mxfp4-a16": (partial(one_row, "mxfp4-a16"), ["arrive", "arrivals"]),

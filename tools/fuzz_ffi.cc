@@ -931,9 +931,11 @@ struct Matmul {
   int64_t supers, lines;  // of scales of kSuper
   bool has_residual, is_hostile;
 
-  // Of ggml's block types, which follow MXFP4: bits of a code, and how its scales lie.
-  bool IsBlock() const { return layout >= 7 && !IsOfPairs(); }
-  bool IsOfPairs() const { return layout == 17; }
+  // Of ggml's block types, which follow MXFP4: bits of a code, and how its scales lie. Behind them
+  // are fp8 in groups, nf4 and NVFP4, with float32 scales, and bfloat16 in pairs.
+  bool IsBlock() const { return layout >= 7 && layout < 17; }
+  bool HasFloatScales() const { return layout >= 17 && layout < 20; }
+  bool IsOfPairs() const { return layout == 20; }
   int64_t Bits() const { return int64_t{"4552345644"[layout - 7]} - '0'; }
   bool IsPair() const { return layout == 7 || layout == 9; }
   bool IsSuper() const { return IsBlock() && !IsPair() && layout != 8 && layout != 15; }
@@ -942,7 +944,7 @@ struct Matmul {
     return !IsSuper() || (groups % supers == 0 && lines == 1 + (groups / supers + 1) / 2);
   }
   Type ScaleType() const {
-    if (IsPlain() || IsPerOutput()) return kF32;
+    if (IsPlain() || IsPerOutput() || HasFloatScales()) return kF32;
     return layout == 6 ? kU8 : IsPair() || IsSuper() ? kU32 : kF16;
   }
   bool IsPlain() const { return layout < 2 || IsOfPairs(); }
@@ -963,14 +965,14 @@ struct Matmul {
                        : layout == 1     ? std::vector<int64_t>{outer, inner}
                        : IsOfPairs()     ? std::vector<int64_t>{Panels(), (inner + 31) / 32, 16, 16, 2}
                        : IsPerOutput()   ? std::vector<int64_t>{Panels(), (inner + 3) / 4, 16, 4}
-                       : std::vector<int64_t>{Panels(), inner / 32, layout == 4 ? 8 : IsBlock() ? Bits() : 4, 16, 4}) {
+                       : std::vector<int64_t>{Panels(), inner / 32, layout == 4 || layout == 17 ? 8 : IsBlock() ? Bits() : 4, 16, 4}) {
       dims.push_back(dim);
     }
     return dims;
   }
   std::vector<int64_t> Scales(int64_t members) const {
     if (IsSuper()) return {members, Panels(), supers, lines, 16};
-    return {members * (IsPlain() ? 0 : Panels() * 16 * (IsPerOutput() ? 1 : inner / 32))};
+    return {members * (IsPlain() ? 0 : Panels() * 16 * (IsPerOutput() ? 1 : inner / (layout == 19 ? 16 : 32)))};
   }
   int64_t Sums() const { return layout == 2 ? Panels() * 16 : 0; }
 };
@@ -1031,7 +1033,7 @@ void CheckMatmulRow(const Call& call, const Matmul& p, int64_t row) {
 void FuzzMatmul() {
   const bool large = draw.OneIn(2000);  // worth a second thread
   Matmul p{};
-  p.layout = draw.Below(18);
+  p.layout = draw.Below(21);
   p.bytes = draw.Below(2);
   p.narrow = draw.OneIn(4);
   p.kind = draw.OneIn(2) ? 0 : draw.Below(8);
@@ -1073,7 +1075,7 @@ void FuzzMatmul() {
   if (p.layout == 6) {
     for (int64_t i = 0; i < call.args[2].Count(); ++i) call.args[2].At<uint8_t>(i) &= 0x7F;  // finite sums
   }
-  if (p.layout == 3) {
+  if (p.layout == 3 || p.layout == 17) {
     for (int64_t i = 0; i < call.args[1].Count(); ++i) call.args[1].At<uint8_t>(i) &= 0xBF;
   }
   p.is_hostile = !p.IsPlain() && draw.OneIn(4);
@@ -1082,7 +1084,7 @@ void FuzzMatmul() {
   }
   FillIndices(call.args[8], p.stack, 4);
   bool valid = real.valid && (p.gated ? p.kind >= 3 : p.kind != 7);
-  valid &= p.ScalesFit() && (p.bytes == 0 || !(p.IsPlain() || p.layout == 3));
+  valid &= p.ScalesFit() && (p.bytes == 0 || !(p.IsPlain() || p.layout == 3 || p.HasFloatScales()));
   valid &= AllBelow(call.args[8], p.selected == 1 ? 1 : p.selected == 0 || !real.valid ? 0 : real.rows, p.stack);
   if (!call.RunExpecting(valid)) return;
   Expect(IsUntouched(call.rets[0], real.rows * p.outer, p.rows * p.outer), "padding was written");

@@ -62,6 +62,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "classifier_pooling": "mean", "global_attn_every_n_layers": 2,
     },
 }  # fmt: skip
+FAMILIES = {raw["model_type"] for raw in VARIANTS.values()}
+"""Of which tests/engine/test_encoders.py has parity, meshes and formats."""
 SCORING = [name for name in VARIANTS if name != "nomic_bert"]
 """Those with a score head here."""
 

@@ -107,10 +107,12 @@ class Linear(TensorLayout):
         self, parts: Sequence[np.ndarray], shape: Shape, where: Where
     ) -> list[np.ndarray]:
         (part,) = parts
-        first, *inner, outer = zip(where, shape, strict=True)
-        assert all(_is_whole(w, n) for w, n in inner)
-        assert part.shape[0] == outer[1]
-        return [part[outer[0], _times(first[0], part.shape[1] // first[1])]]
+        first, *rest = zip(where, shape, strict=True)
+        rows = slice(None)
+        if rest and part.shape[0] == rest[-1][1]:  # outputs of one axis
+            rows = rest.pop()[0]
+        assert all(_is_whole(w, n) for w, n in rest)
+        return [part[rows, _times(first[0], part.shape[1] // first[1])]]
 
 
 def _is_whole(where: slice, size: int) -> bool:

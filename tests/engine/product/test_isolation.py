@@ -28,7 +28,7 @@ from rooflax.loading.save import save_model
 from rooflax.models.initialize import random_weights
 from rooflax.models.presets import PRESETS
 from rooflax.models.registry import read_config
-from tests import goldens
+from tests import encoder_cases, goldens
 from tests.engine.test_embedding import add_modules
 from tests.pooling_cases import NORMALIZE, pooling
 from tests.support.product.snippets import ROOT
@@ -72,11 +72,12 @@ def assert_none_sprung(sprung: Path) -> None:
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
-    """Folders with traps: the current one, a model's, an embedding model's and an output's."""
+    """Folders with traps: the current one, models' of each kind, and an output's."""
     root = tmp_path_factory.mktemp("traps")
     found = SimpleNamespace(
         sprung=root / "sprung", here=root / "here", out=root / "out",
-        model=root / "model", embedding=root / "embedding", number=itertools.count(),
+        model=root / "model", embedding=root / "embedding", reranker=root / "reranker",
+        number=itertools.count(),
     )  # fmt: skip
     name, config = read_config(PRESETS["qwen2.5-tiny"])
     save_model(found.model, name, config, random_weights(name, config, seed=3), dtype="float32")
@@ -85,7 +86,8 @@ def places(tmp_path_factory):
     (found.model / "chat_template.jinja").write_text(TEMPLATE)
     goldens.write_checkpoint(found.embedding, "qwen3", goldens.committed("qwen3"))
     add_modules(found.embedding, pooling("lasttoken"), NORMALIZE)
-    for folder in (found.here, found.model, found.embedding, found.out):
+    encoder_cases.write(found.reranker, "bert", scores=True)
+    for folder in (found.here, found.model, found.embedding, found.reranker, found.out):
         set_traps(folder, found.sprung)
     (found.here / "config.json").write_text(json.dumps(CONFIG))
     texts = "".join(json.dumps({"text": f"line {i} of this text " * 5}) + "\n" for i in range(20))
@@ -113,6 +115,7 @@ COMMANDS = {
     "verify": ["MODEL", "-n", "2"],
     "perplexity": ["MODEL", *SMALL],
     "embed": ["EMBEDDING", "-p", "x", "--output", "OUT"],
+    "rerank": ["RERANKER", "--query", "x", "-d", "y"],
     "quantize": ["MODEL", "-q", "int8", "-o", "OUT"],
     "models": [],
     "doctor": [],
@@ -125,6 +128,7 @@ COMMANDS = {
 def words(places, verb):
     out = str(places.out / f"{next(places.number)}")
     named = {"MODEL": str(places.model), "EMBEDDING": str(places.embedding), "OUT": out}
+    named["RERANKER"] = str(places.reranker)
     named["OUT.html"] = f"{out}.html"
     return [*verb.split(), *(named.get(word, word) for word in COMMANDS[verb])]
 

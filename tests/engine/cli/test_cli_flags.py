@@ -181,7 +181,7 @@ COMMANDS = {
         [TINY, "-q", "int4", "-o", "OUT"],
         FINDING | CHECK | QUANTIZE | DEVICE | OUTPUT
         | {"--dtype": ["bfloat16"], "--output": ["OTHER"], "--force": None,
-           "--gguf": (["Q8_0"], "given beside --gguf")},
+           "--gguf": (["Q8_0"], "given beside --gguf"), "--calibrate": (["no.txt"], "no.txt")},
     ),
     "models": ([], {"--remove": ["owner/name"], "--json": [], "--help": []}),
     "doctor": ([], DEVICE | {"--json": [], "--help": []}),

@@ -232,9 +232,11 @@ def without_unwritten(v_smem: Any, left: Any) -> None:
 
     @pl.when(left < TILE)
     def _() -> None:
-        layout, shape = plgpu.Layout.WGMMA, v_smem.shape
+        layout, shape = plgpu.Layout.WGMMA, (TILE, TILE)
         slots = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
-        values = load(v_smem, layout).astype(jnp.float32)
-        values = jnp.where(slots < left, values, filled(shape, 0.0, layout))
-        v_smem[...] = values.astype(jnp.bfloat16)
+        for begin in range(0, v_smem.shape[1], TILE):  # all at once would spill heads of 256
+            some = v_smem.at[:, pl.ds(begin, TILE)]
+            values = load(some, layout).astype(jnp.float32)
+            values = jnp.where(slots < left, values, filled(shape, 0.0, layout))
+            some[...] = values.astype(jnp.bfloat16)
         plgpu.commit_smem()

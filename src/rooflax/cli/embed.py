@@ -1,6 +1,6 @@
 """`rooflax embed`: vectors of texts, as JSON lines or as the rows of a .npy file.
 
-A second run goes on behind what the output has, also where the first one was killed.
+A second run resumes after what the output has, also after a kill.
 """
 
 from __future__ import annotations
@@ -48,19 +48,13 @@ def add_flags(parser: Parser) -> None:
         help="JSON lines, or of a name in .npy rows of float32; what is there is kept, and the "
         "rest is added; default stdout",
     )  # fmt: skip
-    group.add_argument("--force", action="store_true", help="replace the vectors that are there")
+    group.add_argument("--force", action="store_true", help="overwrite the output")
     group.add_argument(
         "--prompt-name", metavar="NAME",
         help="which of the checkpoint's prompts stands before each text, such as query",
     )  # fmt: skip
     group.add_argument("--dimensions", metavar="N", type=whole, help="keep the first N numbers")
-    flags.add_truncate(group)
-    flags.add_max_model_len(parser, help="longest text in tokens")
-    flags.add_precision(parser)
-    flags.add_weights_budget(parser)
-    flags.add_execution(parser)
-    flags.add_device(parser, mesh=True)
-    flags.add_output(parser, json=False)
+    flags.add_pooled_run(parser, group, longest="text")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -162,6 +162,22 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(**given)
 
 
+def add_pooled_run(parser: Parser, group: Any, *, longest: str) -> None:
+    """How a model runs that gives vectors or scores of whole texts.
+
+    Args:
+        group: of the texts, for --truncate.
+        longest: what --max-model-len limits.
+    """
+    add_truncate(group)
+    add_max_model_len(parser, help=f"longest {longest} in tokens")
+    add_precision(parser)
+    add_weights_budget(parser)
+    add_execution(parser)
+    add_device(parser, mesh=True)
+    add_output(parser, json=False)
+
+
 def add_truncate(group: Any) -> None:
     group.add_argument(
         "--truncate", action="store_true",

@@ -29,13 +29,7 @@ def add_flags(parser: Parser) -> None:
     )  # fmt: skip
     group.add_argument("--top-n", metavar="N", type=at_least_one, help="the best N; default all")
     group.add_argument("--instruction", metavar="TEXT", help="what makes a text relevant")
-    flags.add_truncate(group)
-    flags.add_max_model_len(parser, help="longest pair in tokens")
-    flags.add_precision(parser)
-    flags.add_weights_budget(parser)
-    flags.add_execution(parser)
-    flags.add_device(parser, mesh=True)
-    flags.add_output(parser, json=False)
+    flags.add_pooled_run(parser, group, longest="pair")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -22,7 +22,8 @@ class EngineConfig:
         max_num_seqs: sequences that run at once.
         max_model_len: longest context in tokens, prompt included.
         prefill_chunk: most tokens of one prompt in a step; 0 is the platform's.
-        max_tokens_per_step: most tokens of a step; 0 is a prefill chunk, or one for each sequence.
+        max_tokens_per_step: most tokens of a step; 0 is the platform's prefill chunk, less where
+            the sequences hold less, and at least one for each.
         step_s: a server's longest step; prompts are cut to what earlier steps show to fit. None is
             no limit.
         decode_steps: most decode steps of a dispatch; 0 is as the options say.
@@ -93,6 +94,8 @@ class EngineConfig:
             step_s = self.step_s
         else:
             chunk, budget = length, max(budget, length, prefill_chunk)
+        # short prompts share a step, whatever the longest one is
+        most = max(min(chunk, self.max_num_seqs * length), self.max_num_seqs)
         chunk = min(chunk, length) if options.use_cache else length
         steps = (options.decode_steps or MOST_DECODE_STEPS) if options.use_cache else 1
         if not options.use_cache:
@@ -102,7 +105,7 @@ class EngineConfig:
         return replace(
             self,
             prefill_chunk=chunk,
-            max_tokens_per_step=budget or max(chunk, self.max_num_seqs),
+            max_tokens_per_step=budget or most,
             step_s=step_s,
             decode_steps=steps if pooler is None else 1,
             num_draft_tokens=num_draft_tokens,

@@ -126,8 +126,19 @@ struct ManyRowsOfPairs {
   int64_t row, counts[2];
   float* sums;  // [pairs of panels, 2 tiles, 2 panels, 16, 16]
 
-  // Blocks [block, end) of two panels.
-  void Add(const uint8_t* first, const uint8_t* second, int64_t block, int64_t end, float* own) const {
+  // Asks for the lines of some rows of y, from panel `panel` on, before they are written.
+  void PrefetchOutput(int64_t panel, int64_t begin, int64_t count) const {
+    const int64_t width = a.out.halves ? 2 : 4, bytes = a.out.outer * width;
+    const char* to = static_cast<const char*>(a.out.y) + row * bytes + panel * kPanel * width;
+    for (int64_t m = begin; m < std::min(begin + count, counts[0] + counts[1]); ++m) {
+      __builtin_prefetch(to + m * bytes, 1);
+      if (!a.out.halves) __builtin_prefetch(to + m * bytes + 64, 1);
+    }
+  }
+
+  // Blocks [block, end) of two panels, of which the first is the number `panel`.
+  void Add(const uint8_t* first, const uint8_t* second, int64_t panel, int64_t block, int64_t end, float* own) const {
+    const int64_t blocks = NumTermBlocks(a.inner), to_come = end == blocks ? 2 * kTileHeight / (end - block) + 1 : 0;
     if (block == 0) {
       ZeroTile<kSums>();
       ZeroTile<kSums + 1>();
@@ -146,6 +157,7 @@ struct ManyRowsOfPairs {
         Prefetch(first + i * kPairBlockBytes + kManyAhead, kPairLines);
         Prefetch(second + i * kPairBlockBytes + kManyAhead, kPairLines);
       }
+      PrefetchOutput(panel, (i - block) * to_come, to_come);
       LoadPassingTile<kWeights>(first + i * kPairBlockBytes, 64);
       LoadPassingTile<kWeights + 1>(second + i * kPairBlockBytes, 64);
       for (int term = 0; term < kTerms; ++term, x += counts[0] * kTermBlock, y += counts[1] * kTermBlock) {
@@ -172,7 +184,7 @@ struct ManyRowsOfPairs {
       for (int64_t panel = begin; panel < last; panel += 2) {
         const auto* first = static_cast<const uint8_t*>(a.w) + panel * panel_bytes;
         const uint8_t* second = panel + 1 < last ? first + panel_bytes : first;
-        Add(first, second, block, next, sums + (panel - begin) / 2 * kFourTiles);
+        Add(first, second, panel, block, next, sums + (panel - begin) / 2 * kFourTiles);
       }
     }
   }

@@ -312,31 +312,60 @@ void RoundToBfloat16(float* x, int64_t count) {
 // Of the terms of a row.
 int64_t TermNumbers(const Matmul& p) { return NumTermBlocks(p.inner) * kTermBlock * p.num_terms; }
 
-// Row i of x in float32.
-const float* WideRow(const Inputs& in, const Matmul& p, int64_t i) {
-  if (!p.half_rows) return static_cast<const float*>(in.x.untyped_data()) + i * p.x_width;
-  static thread_local std::vector<float> row;
-  row.resize(static_cast<size_t>(p.x_width));
-  const auto* from = static_cast<const uint16_t*>(in.x.untyped_data()) + i * p.x_width;
-  ChosenKernels().widen(from, row.data(), p.x_width);
-  return row.data();
+// Inputs [begin, begin + count) of row i of x in float32; where a gate is before the matmul, its and then the others'.
+const float* WideInputs(const Inputs& in, const Matmul& p, int64_t i, int64_t begin, int64_t count) {
+  const int64_t parts = p.before.gated ? 2 : 1, at = i * p.x_width + begin;
+  const auto* floats = static_cast<const float*>(in.x.untyped_data()) + at;
+  const bool together = parts == 1 || count == p.inner;
+  if (!p.half_rows && together) return floats;
+  static thread_local std::vector<float> wide;
+  wide.resize(static_cast<size_t>(parts * count));
+  const auto* halves = static_cast<const uint16_t*>(in.x.untyped_data()) + at;
+  if (together) {
+    ChosenKernels().widen(halves, wide.data(), parts * count);
+    return wide.data();
+  }
+  for (int64_t part = 0; part < parts; ++part) {
+    float* to = wide.data() + part * count;
+    if (p.half_rows) {
+      ChosenKernels().widen(halves + part * p.inner, to, count);
+    } else {
+      std::copy(floats + part * p.inner, floats + part * p.inner + count, to);
+    }
+  }
+  return wide.data();
+}
+
+// Inputs of several rows that are prepared together, so that their terms, which alternate, stay in the first cache.
+constexpr int64_t kSplitTogether = 16 * kTermBlock;
+
+// Rows [begin, end) as terms. A norm has to see whole rows, an activation does not.
+void SplitRows(const Inputs& in, const Matmul& p, const BeforeArgs& before, int64_t begin, int64_t end, Prepared& out) {
+  const Kernels& kernels = ChosenKernels();
+  const bool normed = before.kind == Before::kRmsNorm || before.kind == Before::kLayerNorm;
+  const int64_t together = normed ? p.inner : kSplitTogether;
+  static thread_local std::vector<float> own;
+  for (int64_t k = 0; k < p.inner; k += together) {
+    BeforeArgs part = before;
+    part.inner = std::min(together, p.inner - k);
+    for (int64_t i = begin; i < end; ++i) {
+      const float* x = WideInputs(in, p, out.order[i], k, part.inner);
+      if (before.kind != Before::kNone) {
+        own.resize(static_cast<size_t>(part.inner));
+        kernels.before(part, x, own.data());
+        x = own.data();
+      }
+      const int64_t tile = out.tile_begin[i], rows = out.tile_end[i] - tile;
+      uint16_t* terms = out.terms.data() + tile * TermNumbers(p) + k * p.num_terms * rows;
+      kernels.split({x, terms, part.inner, p.num_terms, i - tile, rows, p.layout == Layout::kTable});
+    }
+  }
 }
 
 void PrepareRow(const Inputs& in, const Matmul& p, const BeforeArgs& before, int64_t i,
                 Prepared& out) {
   const Kernels& kernels = ChosenKernels();
-  const float* x = WideRow(in, p, out.order[i]);
-  if (p.num_terms > 0) {
-    static thread_local std::vector<float> own;
-    if (before.kind != Before::kNone) {
-      own.resize(static_cast<size_t>(p.inner));
-      kernels.before(before, x, own.data());
-      x = own.data();
-    }
-    const int64_t tile = out.tile_begin[i];
-    return kernels.split({x, out.terms.data() + tile * TermNumbers(p), p.inner, p.num_terms,
-                          i - tile, out.tile_end[i] - tile, p.layout == Layout::kTable});
-  }
+  const float* x = WideInputs(in, p, out.order[i], 0, p.inner);
   if (!out.wide.empty()) {
     static thread_local std::vector<float> own;
     float* wide = out.wide.data() + i * p.inner;
@@ -531,10 +560,13 @@ void Compute(ffi::ThreadPool& pool, const Inputs& in, const Matmul& p, char* y) 
   const bool copied = p.before.kind != Before::kNone || p.ordered;
   const bool wide = !split && (copied || ((moved || p.half_rows) && !p.bytes));
   const int64_t y_bytes = p.outer * SumBytes(p);
-  rows.terms.resize(split ? size(p.rows * TermNumbers(p)) : 0);
+  const auto grow = [&](auto& numbers, int64_t n) { numbers.resize(std::max(numbers.size(), size(n))); };
+  if (split) grow(rows.terms, p.rows * TermNumbers(p));  // never made smaller: what grows again is cleared first
   rows.wide.resize(wide ? size(p.rows * p.inner) : 0);
-  rows.bytes.resize(p.bytes ? size(p.rows * RowBytes(p.stride)) : 0);
-  rows.scale.resize(p.bytes ? size(p.rows * std::max<int64_t>(1, p.groups)) : 0);
+  if (p.bytes) {
+    grow(rows.bytes, p.rows * RowBytes(p.stride));
+    grow(rows.scale, p.rows * std::max<int64_t>(1, p.groups));
+  }
   rows.start.resize(p.bytes && !p.IsPerOutput() ? size(p.rows * p.groups * p.block.parts) : 0);
   if (p.bytes || p.num_terms > 0) SetTiles(runs, p, rows);
   if (moved) sorted.resize(size(p.rows * y_bytes));
@@ -547,9 +579,9 @@ void Compute(ffi::ThreadPool& pool, const Inputs& in, const Matmul& p, char* y) 
     const BeforeArgs before = BeforeOf(p, runs);
     const int64_t pieces = (p.rows + 7) / 8;
     ParallelFor(pieces, threads, schedule, [&](int64_t piece) {
-      for (int64_t i = piece * 8; i < std::min(p.rows, piece * 8 + 8); ++i) {
-        PrepareRow(in, p, before, i, shared);
-      }
+      const int64_t begin = piece * 8, end = std::min(p.rows, begin + 8);
+      if (split) return SplitRows(in, p, before, begin, end, shared);
+      for (int64_t i = begin; i < end; ++i) PrepareRow(in, p, before, i, shared);
     });
   }
   const Prepared& ready = rows;

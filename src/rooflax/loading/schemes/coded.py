@@ -6,7 +6,6 @@ A scheme finds them in a checkpoint. `CodedWeights` shows each as the tensor tha
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -371,15 +370,3 @@ def modules(tensors: Tensors, end: str) -> dict[str, str]:
     dot = f".{end}"
     found = (name.removesuffix(dot) for name in tensors.names if name.endswith(dot))
     return {f"{module}.weight": module for module in found}
-
-
-def compiled(text: str) -> re.Pattern[str]:
-    """A pattern of config.json.
-
-    Raises:
-        CheckpointError: it is none.
-    """
-    try:
-        return re.compile(text)
-    except re.error:
-        raise CheckpointError(f"config.json has the pattern {text!r:.80}, which is none.") from None

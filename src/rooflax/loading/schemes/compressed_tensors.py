@@ -24,6 +24,7 @@ from functools import partial
 import numpy as np
 
 from rooflax.errors import CheckpointError, UnsupportedModelError
+from rooflax.loading.patterns import module_pattern
 from rooflax.loading.schemes.coded import (
     FLOATS,
     Coded,
@@ -31,7 +32,6 @@ from rooflax.loading.schemes.coded import (
     Groups,
     Tensors,
     affine,
-    compiled,
     unpacked,
 )
 from rooflax.loading.schemes.floats import fp8_weight, is_unused, mxfp4_weight, nvfp4_weight
@@ -206,7 +206,12 @@ def read_compressed(reader: ConfigReader) -> CompressedTensors:
             continue
         for target in targets:
             if target.startswith(PATTERN):
-                patterns.append((compiled(target.removeprefix(PATTERN)), arguments))
+                patterns.append(
+                    (
+                        module_pattern(target.removeprefix(PATTERN), "config.json: targets"),
+                        arguments,
+                    )
+                )
             elif "." in target:
                 names[target] = arguments
             else:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from rooflax.errors import CheckpointError
+from rooflax.loading.patterns import module_pattern
 from rooflax.loading.schemes.coded import (
     FLOATS,
     Coded,
@@ -29,7 +30,6 @@ from rooflax.loading.schemes.coded import (
     Groups,
     Tensors,
     affine,
-    compiled,
     modules,
     unpacked,
 )
@@ -203,7 +203,12 @@ def read_gptq(reader: ConfigReader) -> Gptq:
         if not isinstance(values, dict):
             raise CheckpointError(f"config.json has dynamic {pattern!r:.80} without an object.")
         if not pattern.startswith("-:"):  # those are not quantized
-            own.append((compiled(pattern.removeprefix("+:")), settings.changed(values)))
+            own.append(
+                (
+                    module_pattern(pattern.removeprefix("+:"), "config.json: dynamic"),
+                    settings.changed(values),
+                )
+            )
     reader.waive(*UNUSED)
     return Gptq(settings, version == "gptq", own)
 

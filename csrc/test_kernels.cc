@@ -21,6 +21,8 @@ extern "C" int rooflax_force_instruction_set(const char* name);
 extern "C" bool rooflax_pack_blocks(const char* type, const uint64_t* rows, int64_t num_rows, int64_t groups,
                                     uint8_t* values, uint8_t* scales, int threads);
 
+extern "C" void rooflax_encode_iq4(const float* rows, int64_t groups, uint8_t* codes, float* scales, float* largest,
+                                   int threads);
 extern "C" void rooflax_pack_pairs(const uint16_t* w, int64_t inner, int64_t outer, uint16_t* to, int threads);
 
 namespace {
@@ -697,11 +699,40 @@ void TestPackBlocks() {
   }
 }
 
+// Groups by three threads as by one, whatever their numbers; a group of the table's own values keeps them.
+void TestEncodeIq4() {
+  constexpr int kValues[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+  constexpr int64_t kGroups = 75, kSize = 32;
+  std::mt19937 engine(6);
+  std::normal_distribution<float> normal;
+  std::vector<float> rows(kGroups * kSize);
+  for (auto& x : rows) x = normal(engine);
+  for (int64_t i = 0; i < kSize; ++i) rows[kSize + i] = 0.25f * static_cast<float>(kValues[i % 16]);
+  const float strange[] = {NAN, INFINITY, -INFINITY, 3e38f, 1e-45f, 0.0f, 70000.0f * 127.0f};
+  for (int64_t i = 0; i < 7; ++i) {
+    std::fill_n(&rows[(2 + i) * kSize], kSize, 0.0f);
+    rows[(2 + i) * kSize + 5] = strange[i];
+  }
+  std::vector<uint8_t> codes(rows.size(), 99), others(rows.size(), 99);
+  std::vector<float> scales(kGroups, -1), own(kGroups, -1), largest(kGroups, -1), most(kGroups, -1);
+  rooflax_encode_iq4(rows.data(), kGroups, codes.data(), scales.data(), largest.data(), 1);
+  rooflax_encode_iq4(rows.data(), kGroups, others.data(), own.data(), most.data(), 3);
+  const auto same = [](const auto& a, const auto& b) { return std::memcmp(a.data(), b.data(), 4 * a.size()) == 0; };
+  Check("iq4 by threads", codes == others && same(scales, own) && same(largest, most), 1, 0);
+  for (uint8_t code : codes) Check("a code", code < 16, 1, 0);
+  for (int64_t i = 0; i < kSize; ++i) {
+    Check("a value of the table", scales[1] * static_cast<float>(kValues[codes[kSize + i]]), rows[kSize + i], 1e-6f);
+  }
+  for (int64_t i = 0; i < 3; ++i) Check("a fault", std::isnan(largest[2 + i]), 1, 0);
+  Check("the largest", largest[1], 0.25f * 127.0f, 0);
+}
+
 }  // namespace
 
 int main() {
   TestMaskExchange();
   TestPackBlocks();
+  TestEncodeIq4();
   for (const char* name : {"generic", "avx2", "avx512", "avx512-far", "amx"}) {
     if (!rooflax_force_instruction_set(name)) continue;
     for (int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 30}) {

@@ -15,7 +15,7 @@ import numpy as np
 from rooflax.engine import exhaustion
 from rooflax.engine.beams import advance, check_beams
 from rooflax.engine.block_manager import BlockManager
-from rooflax.engine.buckets import Buckets
+from rooflax.engine.buckets import Buckets, StepKind
 from rooflax.engine.mask_reuse import MaskReuse
 from rooflax.engine.metrics import Metrics
 from rooflax.engine.packing import StepResult, unpack_logprobs
@@ -322,11 +322,11 @@ class Engine:
             self._set_steps_per_dispatch((now_s - start_s) / result.num_steps)
             self._count_call(call, result.num_steps, now_s - step_s)
             step_s = now_s
-            if call.shape.kind == "decode":
+            if call.shape.kind is StepKind.DECODE:
                 gap_s = begun_s - self._last_end_s
                 self._mask_reuse.observe(gap_s, result.num_steps, now_s - begun_s)
             self._last_end_s = now_s
-            if call.shape.kind == "step":
+            if call.shape.kind is StepKind.STEP:
                 self._time_tokens(sum(call.counts), now_s - start_s)
             outputs += self._take(call, result, now_s)
             start_s = now_s
@@ -339,9 +339,9 @@ class Engine:
     def _count_call(self, call: Call, num_steps: int, seconds: float) -> None:
         shape, rows = call.shape, len(call.sequences)
         run = sum(call.counts) + sum(map(len, call.lookahead or ()))
-        made_for = shape.tokens * (shape.sequences if shape.kind == "dense" else 1)
+        made_for = shape.tokens * (shape.sequences if shape.kind is StepKind.DENSE else 1)
         self.metrics.called(num_steps * run, num_steps * made_for, seconds / num_steps)
-        if shape.kind in ("decode", "verify") and self.ideal_decode_s is not None:
+        if shape.kind in (StepKind.DECODE, StepKind.VERIFY) and self.ideal_decode_s is not None:
             context = sum(sequence.num_tokens for sequence in call.sequences) / rows
             self.metrics.decoded(seconds, num_steps * self.ideal_decode_s(rows, context))
 
@@ -406,7 +406,7 @@ class Engine:
         """Tells the speculation what a call took, and what came of its drafts."""
         rows = len(call.sequences)
         if call.lookahead is None:
-            if call.shape.kind == "decode":
+            if call.shape.kind is StepKind.DECODE:
                 self.speculation.decoded(rows, result.num_steps, seconds)
             return
         num_accepted = 0

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from rooflax.engine import packing
 from rooflax.engine.block_manager import BlockCopy
-from rooflax.engine.buckets import Buckets, Shape, bucket
+from rooflax.engine.buckets import Buckets, Shape, StepKind, bucket
 from rooflax.engine.compilation import count_compilations
 from rooflax.engine.masks import Masks
 from rooflax.engine.offloading import step_functions
@@ -207,12 +207,13 @@ class Runner:
         if not self.config.options.use_cache:
             if self.config.options.jit:
                 rows, context = self.config.max_num_seqs, self.buckets.context(context)
-            return Shape("dense", rows, context, context)
+            return Shape(StepKind.DENSE, rows, context, context)
         if self.num_data_shards > 1 and not decodes_alone:  # each list holds the longest one
             longest = max(map(sum, self._by_data_shard(counts)))
             rows, total = self.config.max_num_seqs, self.num_data_shards * longest
         if not self.config.options.jit:
-            return Shape("decode" if decodes_alone else "step", rows, total, context)
+            kind = StepKind.DECODE if decodes_alone else StepKind.STEP
+            return Shape(kind, rows, total, context)
         if decodes_alone:
             return self.buckets.decode(rows, context)
         shape = self.buckets.step(total, context)
@@ -249,13 +250,13 @@ class Runner:
         longest = max(map(len, lookahead))
         context = max(self._end(s, 1 + len(d)) for s, d in zip(sequences, lookahead, strict=True))
         rows = len(sequences)
-        shape = Shape("verify", rows, rows * (1 + longest), context)
+        shape = Shape(StepKind.VERIFY, rows, rows * (1 + longest), context)
         if self.config.options.jit:
             shape = self.buckets.verify(rows, context)
         return Call(sequences, [1] * rows, shape, lookahead)
 
     def _scored_shape(self, sequence: Sequence, count: int) -> Shape:
-        kind = "scored" if self.config.options.use_cache else "scored dense"
+        kind = StepKind.SCORED if self.config.options.use_cache else StepKind.SCORED_DENSE
         if not self.config.options.jit:
             return Shape(kind, 1, count, self._end(sequence, count))
         tokens = (
@@ -283,7 +284,7 @@ class Runner:
     ) -> StepResult:
         if self.is_fully_warm and call.shape not in self._warm:
             raise EngineError(f"A {call.shape} was not warmed up, and nothing may compile now.")
-        function = self._function(call.shape.kind)
+        function = self.functions.by_kind[call.shape.kind]
         host, rows = self._inputs(call, num_steps, exchange)
         if masks is not None:
             host = replace(host, masks=masks)
@@ -298,9 +299,6 @@ class Runner:
         self.lost_state = False
         return result
 
-    def _function(self, kind: str) -> Any:
-        return getattr(self.functions, kind.removesuffix(" dense"))
-
     def _data_shards_of(self, shape: Shape) -> int:
         """Parts of the list: the data shards, where they divide it (see `nn.mesh.local_tokens`)."""
         lists = self._shards.data
@@ -311,7 +309,7 @@ class Runner:
     ) -> tuple[StepInput, list[int] | slice]:
         """What the device is sent, and the row of each sequence."""
         layout, own = self._layout(call.shape), slice(len(call.sequences))
-        if call.shape.kind == "decode" and self._data_shards_of(call.shape) == 1:
+        if call.shape.kind is StepKind.DECODE and self._data_shards_of(call.shape) == 1:
             packed = self._decode_writer(call.shape).write(call.sequences, num_steps, exchange)
         else:
             packed, own = self._write(call, layout, num_steps)
@@ -350,14 +348,14 @@ class Runner:
     def _layout(self, shape: Shape) -> Layout:
         if shape not in self._layouts:
             kind, rows, tokens, _ = shape
-            longest = {"decode": 1, "verify": tokens // rows}.get(kind, tokens)
+            longest = {StepKind.DECODE: 1, StepKind.VERIFY: tokens // rows}.get(kind, tokens)
             if not self.windows:
                 longest = min(longest, shape.context)
-            dense = kind.endswith("dense")
-            made = Layout(rows, tokens, self._table_lengths(shape, longest), longest, dense)
+            tables = self._table_lengths(shape, longest)
+            made = Layout(rows, tokens, tables, longest, kind.is_dense)
             group = self.model.config.groups.state
-            if group is not None and not dense:
-                grid = 1 if kind == "verify" else self._grid
+            if group is not None and not kind.is_dense:
+                grid = 1 if kind is StepKind.VERIFY else self._grid
                 made = replace(made, state=group, state_grid=grid)
             self._layouts[shape] = made
         return self._layouts[shape]
@@ -371,11 +369,11 @@ class Runner:
             return ()
         steps = (
             self.config.decode_steps
-            if shape.kind == "decode"
+            if shape.kind is StepKind.DECODE
             else min(longest, self.longest_prefill)
         )
         snapshots = ceil_div(steps, self._grid) if self._grid <= self.config.max_model_len else 0
-        rows = self.state_rows if shape.kind == "verify" else 1 + snapshots
+        rows = self.state_rows if shape.kind is StepKind.VERIFY else 1 + snapshots
         return tuple(
             min(
                 blocks_needed(window, shape.context, self.config.new_tokens, block_size(), rows),
@@ -446,7 +444,7 @@ class Runner:
         """Every step that was warmed up, by name; for tools that look into programs."""
         for shape in sorted(self._warm):
             host, _ = self._inputs(Call([], [], shape), 1)
-            function = self._function(shape.kind)
+            function = self.functions.by_kind[shape.kind]
             yield str(shape), function.lower(self.model, (self.cache, self.counts), host)
 
     def warm_up_all(
@@ -459,13 +457,12 @@ class Runner:
             scores: prompts may want the log-probabilities of their own tokens.
         """
         self.buckets, self.is_fully_warm, self._greedy = buckets, True, False
-        scored = (
-            [Shape("scored", 1, self.longest_prefill, self.config.max_model_len)] if scores else []
-        )
+        longest = self.longest_prefill, self.config.max_model_len
+        scored = [Shape(StepKind.SCORED, 1, *longest)] if scores else []
         programs: dict[str, Callable[[], Any]] = {
             str(shape): lambda shape=shape: self._warm_shape(shape)
             for shape in [*buckets.shapes(), *scored]
-            if self.config.pooler is None or shape.kind == "step"
+            if self.config.pooler is None or shape.kind is StepKind.STEP
         }
         if self.config.pooler is None:
             programs["counts of a slot"] = lambda: self._load_counts(self.config.max_num_seqs, None)
@@ -514,7 +511,7 @@ class Runner:
             self._add_tokens(bucket(2 * self.config.max_num_seqs, SMALLEST_STEP))
         new = [s.num_tokens - n for s, n in zip(sequences, num_cached, strict=True)]
         self._wanted = self._shapes_of(sequences, new)
-        self._warm_wanted("step", "dense")
+        self._warm_wanted(StepKind.STEP, StepKind.DENSE)
         scored = self._scored_shape(sequences[0], 1)
         if any(s.wants_scores for s in sequences) and scored not in self._warm:
             self._warm_shape(scored)
@@ -526,9 +523,9 @@ class Runner:
 
     def warm_up_decode(self) -> None:
         """Compiles the rest of what the sequences of `warm_up_prefill` need."""
-        self._warm_wanted("decode", "verify")
+        self._warm_wanted(StepKind.DECODE, StepKind.VERIFY)
 
-    def _warm_wanted(self, *kinds: str) -> None:
+    def _warm_wanted(self, *kinds: StepKind) -> None:
         for shape in sorted(self._wanted - self._warm):
             if shape.kind in kinds:
                 self._warm_shape(shape)
@@ -546,7 +543,7 @@ class Runner:
         later = later if self.config.pooler is None else range(0)
         ends = contexts | {self.buckets.context(end) for end in later}
         if not self.config.options.use_cache:
-            return {Shape("dense", self.config.max_num_seqs, end, end) for end in ends}
+            return {Shape(StepKind.DENSE, self.config.max_num_seqs, end, end) for end in ends}
         shapes = set()
         if self.config.pooler is None:
             shapes |= {self.buckets.decode(self.config.max_num_seqs, end) for end in ends}

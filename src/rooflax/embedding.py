@@ -9,7 +9,7 @@ import numpy as np
 
 from rooflax.engine.request_checks import check_prompt, check_salt
 from rooflax.engine.sampling_params import SamplingParams
-from rooflax.engine.sequence import NOT_FINITE
+from rooflax.engine.sequence import NOT_FINITE, KVState
 from rooflax.engine.sequence import Sequence as EngineSequence
 from rooflax.errors import EngineError, RequestError
 from rooflax.fields.kinds import is_whole
@@ -213,9 +213,9 @@ class Embedder:
         """What the engine runs, one for each text."""
         check_salt(cache_salt)
         params = SamplingParams(max_tokens=1, temperature=0).with_defaults({})
-        made = enumerate(texts)
         return [
-            EngineSequence(i, ids, params, 1, frozenset(), cache_salt=cache_salt) for i, ids in made
+            EngineSequence(i, ids, params, 1, frozenset(), kv=KVState(cache_salt))
+            for i, ids in enumerate(texts)
         ]
 
     @property

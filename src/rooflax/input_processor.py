@@ -13,6 +13,7 @@ from rooflax.completion import Sample
 from rooflax.engine.beams import BeamGroup, check_beams
 from rooflax.engine.request_checks import check_length, check_prompt, check_salt, check_sequence
 from rooflax.engine.sampling_params import SamplingParams
+from rooflax.engine.sequence import KVState, SamplerState
 from rooflax.engine.sequence import Sequence as EngineSequence
 from rooflax.errors import RequestError
 from rooflax.fields.kinds import is_whole
@@ -132,8 +133,8 @@ class InputProcessor:
                 max_tokens,
                 stop,
                 index,
-                cache_salt=cache_salt,
-                constraint=constraint.copy() if constraint and index else constraint,
+                kv=KVState(cache_salt),
+                sampler=SamplerState(constraint.copy() if constraint and index else constraint),
             )
             for index in range(max(given.n, given.num_beams))
         ]

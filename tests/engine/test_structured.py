@@ -313,7 +313,7 @@ def test_a_guide_that_fails_at_work_ends_its_own_request(llm):
     samples = [
         llm.processor.samples(index, prompt, free)[0] for index, prompt in enumerate(PROMPTS[:2])
     ]
-    constraint = samples[0].sequence.constraint = Fails()
+    constraint = samples[0].sequence.sampler.constraint = Fails()
     deltas = list(llm._run(samples))
     done = {d.prompt: d.completion for d in deltas if d.completion}
     assert (done[0].finish_reason, done[0].error) == ("error", "It cannot go on.")

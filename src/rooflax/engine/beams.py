@@ -59,14 +59,16 @@ class BeamGroup:
     def __post_init__(self) -> None:
         self.scores = [0.0] * len(self.members)
         for index, member in enumerate(self.members):
-            member.group, member.siblings, member.awaits_fork = self, self.members, index > 0
+            member.group, schedule = self, member.schedule
+            schedule.siblings, schedule.awaits_fork = self.members, index > 0
             # enough if the best of all are those that would end it
-            member.num_candidates = len(self.members) + len(member.stop_ids)
+            member.sampler.num_candidates = len(self.members) + len(member.stop_ids)
 
     @property
     def is_ready(self) -> bool:
         """Whether every beam has its slot, and its candidates."""
-        return all(m.slot is not None and m.num_uncomputed_tokens == 0 for m in self.members)
+        slots = [member.schedule.slot for member in self.members]
+        return None not in slots and not any(m.num_uncomputed_tokens for m in self.members)
 
     def choose(self) -> dict[int, Continuation]:
         """The best continuations, by the beam that takes each; none if the search is over.
@@ -131,16 +133,16 @@ class BeamGroup:
             self.scores[index] = found.score
         for member in self.members:
             member.candidates = ()
-        self.members[0].token_times_s.append(now_s)
+        self.members[0].times.tokens_s.append(now_s)
 
     def end(self, now_s: float) -> None:
         """Makes the beams the finished texts, the best one first."""
-        times_s = [*self.members[0].token_times_s, now_s]
-        num_cached = self.members[0].num_cached_tokens
+        times_s = [*self.members[0].times.tokens_s, now_s]
+        num_cached = self.members[0].kv.num_cached_tokens
         for member, done in zip(self.members, self.finished, strict=True):
             member.tokens = [*member.prompt_tokens, *done.tokens]
-            member.token_times_s = times_s[: len(done.tokens)]
-            member.num_cached_tokens, member.score = num_cached, done.score
+            member.times.tokens_s = times_s[: len(done.tokens)]
+            member.kv.num_cached_tokens, member.score = num_cached, done.score
             member.finish("stop" if done.tokens[-1] in member.stop_ids else "length")
 
 

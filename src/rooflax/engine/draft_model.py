@@ -13,7 +13,7 @@ from dataclasses import replace
 from rooflax.engine.buckets import bucket
 from rooflax.engine.engine import Engine
 from rooflax.engine.runner import SMALLEST_STEP, Compiled
-from rooflax.engine.sequence import Sequence
+from rooflax.engine.sequence import KVState, Sequence
 from rooflax.engine.speculation import Drafter
 from rooflax.errors import EngineError
 from rooflax.ops.accelerator import block_size
@@ -89,7 +89,7 @@ def _shadow(sequence: Sequence, num_tokens: int) -> Sequence:
         sequence.num_output_tokens + num_tokens,
         frozenset(),
         sequence.sample_index,
-        cache_salt=sequence.cache_salt,
+        kv=KVState(sequence.kv.cache_salt),
     )
     shadow.tokens = list(sequence.tokens)
     return shadow

@@ -94,11 +94,13 @@ class Engine:
 
     def _limit_steps(self, decodes: list[Sequence], most: int) -> int:
         """How many of at most so many decode steps a dispatch should run."""
-        if any(s.num_candidates is not None for s in decodes):
+        if any(s.sampler.num_candidates is not None for s in decodes):
             return 1  # the host chooses every token
-        if self.model.config.groups.state is not None and any(s.constraint for s in decodes):
+        if all(s.sampler.constraint is None for s in decodes):
+            return most
+        if self.model.config.groups.state is not None:
             return 1  # a state does not go back where a token is discarded
-        if self.runner.masks.exchanges or all(s.constraint is None for s in decodes):
+        if self.runner.masks.exchanges:
             return most
         if jax.process_count() > 1:  # all must choose alike, and clocks differ
             return 1
@@ -136,7 +138,7 @@ class Engine:
         """
         for sequence in sequences:
             check_sequence(sequence, self.model.config.num_ids, self.config.max_model_len + 1)
-            beams = len(sequence.siblings)
+            beams = len(sequence.schedule.siblings)
             if beams > 1:
                 vocab_size = self.model.config.vocab_size
                 check_beams(
@@ -175,8 +177,9 @@ class Engine:
         if not is_checked:
             self.check(sequences)
         for sequence in with_siblings(sequences):
-            assert sequence.constraint is not None or sequence.params.structured_output is None
-            sequence.arrival_s = time.perf_counter() if arrival_s is None else arrival_s
+            is_free = sequence.params.structured_output is None
+            assert is_free or sequence.sampler.constraint is not None
+            sequence.times.arrival_s = time.perf_counter() if arrival_s is None else arrival_s
             self.scheduler.add(sequence)
 
     def abort(self, sequence: Sequence, reason: str = "abort") -> None:
@@ -186,7 +189,7 @@ class Engine:
         Args:
             reason: its finish_reason.
         """
-        open_ = [sibling for sibling in sequence.siblings if not sibling.is_finished]
+        open_ = [sibling for sibling in sequence.schedule.siblings if not sibling.is_finished]
         self.scheduler.abort(sequence, reason)
         self._count_finished(open_, time.perf_counter())
         self._set_gauges()
@@ -204,7 +207,7 @@ class Engine:
     def warm_up_prefill(self, sequences: Seq[Sequence]) -> None:
         """Compiles what these sequences need up to their first tokens."""
         blocks = self.scheduler.blocks
-        sequences = [sequence for sequence in sequences if not sequence.awaits_fork]
+        sequences = [sequence for sequence in sequences if not sequence.schedule.awaits_fork]
         self.runner.warm_up_prefill(sequences, [blocks.num_cached(s) for s in sequences])
 
     def warm_up_decode(self) -> None:
@@ -358,7 +361,7 @@ class Engine:
 
     def _fail(self, sequence: Sequence, why: str, now_s: float) -> list[StepOutput]:
         """Ends a sequence and its siblings with an error."""
-        ended = [sibling for sibling in sequence.siblings if not sibling.is_finished]
+        ended = [sibling for sibling in sequence.schedule.siblings if not sibling.is_finished]
         self.scheduler.fail(sequence, why)
         self._count_finished(ended, now_s)
         return [sibling.output_since(sibling.num_output_tokens) for sibling in ended]
@@ -368,9 +371,9 @@ class Engine:
         apart once, and those that fail again end."""
         outputs: list[StepOutput] = []
         for sequence in sequences:
-            if sequence.is_suspect and not sequence.is_finished:
+            if sequence.schedule.is_suspect and not sequence.is_finished:
                 outputs += self._end_row(sequence, error)
-        self.scheduler.suspect([s for s in sequences if s.slot is not None])
+        self.scheduler.suspect([s for s in sequences if s.schedule.slot is not None])
         return outputs
 
     def _start_again(self) -> None:
@@ -392,7 +395,7 @@ class Engine:
         """For each decode row, or none at all, as beside prompts and rows of which the host must
         see every token."""
         rows = step.decodes
-        if step.prefills or any(s.constraint or s.num_candidates is not None for s in rows):
+        if step.prefills or any(s.sampler.needs_host for s in rows):
             return []
         try:
             return self.speculation.propose(rows, step.room - 1)
@@ -424,7 +427,7 @@ class Engine:
         """Ends the searches of which a beam failed, and lets those go on of which all have run."""
         now_s, outputs = time.perf_counter(), []
         for sequence in step.sequences:
-            if sequence.finish_reason == "error" and len(sequence.siblings) > 1:
+            if sequence.finish_reason == "error" and len(sequence.schedule.siblings) > 1:
                 outputs += self._fail(sequence, sequence.error or FAILED, now_s)
         for group in advance(self.scheduler, now_s):
             self.metrics.token(group.members[0], now_s)
@@ -461,8 +464,8 @@ class Engine:
                 self.scheduler.blocks.keep_state(sequence, result.num_tokens(row))
             sequence.num_computed_tokens += call.counts[row]
             uncomputed, before = sequence.num_uncomputed_tokens, sequence.num_output_tokens
-            sequence.num_uncounted = min(sequence.num_uncounted, uncomputed)
-            sequence.num_discarded = 0
+            sequence.sampler.num_uncounted = min(sequence.sampler.num_uncounted, uncomputed)
+            sequence.sampler.num_discarded = 0
             if uncomputed == 0 or not result.is_finite(0, row):
                 try:
                     self._take_tokens(sequence, result, row, now_s)
@@ -470,7 +473,7 @@ class Engine:
                     raise
                 except BaseException as error:  # a library's panic is no Exception
                     sequence.finish("error", f"{FAILED}: {first_line(error)}")
-                sequence.is_suspect = False
+                sequence.schedule.is_suspect = False
             if sequence.is_finished:
                 self.metrics.finished(sequence, now_s)
             if sequence.is_finished or sequence.num_output_tokens > before:
@@ -484,7 +487,8 @@ class Engine:
         self.scheduler.preempt(sequence)
 
     def _take_tokens(self, sequence: Sequence, result: StepResult, row: int, now_s: float) -> None:
-        sent = sequence.constraint.mask if sequence.constraint and result.reuses_masks else None
+        params, sampler = sequence.params, sequence.sampler
+        sent = sampler.constraint.mask if sampler.constraint and result.reuses_masks else None
         for index in range(result.num_tokens(row)):
             if not result.is_finite(index, row):
                 sequence.finish("error", NOT_FINITE)
@@ -498,31 +502,31 @@ class Engine:
                 return
             if index:
                 sequence.num_computed_tokens += 1
-            if sequence.num_candidates is not None:
-                sequence.candidates = result.logprobs(index, row, sequence.num_candidates).top
+            if sampler.num_candidates is not None:
+                sequence.candidates = result.logprobs(index, row, sampler.num_candidates).top
                 return
-            if sequence.params.logprobs is not None:
-                sequence.logprobs.append(result.logprobs(index, row, sequence.params.logprobs))
+            if params.logprobs is not None:
+                sampler.logprobs.append(result.logprobs(index, row, params.logprobs))
             self.metrics.token(sequence, now_s)
             sequence.append(result.token(index, row), now_s)
             if sequence.is_finished:
                 return
             if sent is not None and not self._stays(sequence, sent):
                 rest = range(index + 1, result.num_tokens(row))
-                sequence.num_discarded = len(rest)  # they are run again
+                sampler.num_discarded = len(rest)  # they are run again
                 if not all(result.is_finite(i, row) for i in rest):
                     self._start_over(sequence)
                 break
-        while sequence.constraint and (token := sequence.forced_token) is not None:
+        while sampler.constraint and (token := sequence.forced_token) is not None:
             # runs with the next step
             self.metrics.token(sequence, now_s)
             sequence.append(token, now_s)
-            sequence.num_uncounted += 1
+            sampler.num_uncounted += 1
 
     def _stays(self, sequence: Sequence, sent: np.ndarray) -> bool:
         """Whether a constraint's mask is still the one that the steps ran with."""
-        assert sequence.constraint is not None
-        stays = np.array_equal(sequence.constraint.mask, sent)
+        assert sequence.sampler.constraint is not None
+        stays = np.array_equal(sequence.sampler.constraint.mask, sent)
         self._mask_reuse.watch(sequence, stays)
         return stays
 
@@ -559,6 +563,6 @@ def _take_scores(sequence: Sequence, result: StepResult, count: int) -> None:
     assert result.scores is not None
     for index in range(count):
         position = sequence.num_computed_tokens + index
-        if len(sequence.prompt_logprobs) == position < sequence.num_prompt_tokens - 1:
+        if len(sequence.sampler.prompt_logprobs) == position < sequence.num_prompt_tokens - 1:
             scores = unpack_logprobs(result.scores[index], wanted)
-            sequence.prompt_logprobs.append(scores)
+            sequence.sampler.prompt_logprobs.append(scores)

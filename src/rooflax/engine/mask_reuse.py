@@ -48,8 +48,8 @@ class MaskReuse:
         n steps give n tokens to a sequence without a constraint, and 1 + p + ... + p^(n-1) to one
         whose mask stays with probability p.
         """
-        free = sum(s.constraint is None for s in sequences)
-        stays = [s.mask_stays for s in sequences if s.constraint is not None]
+        free = sum(s.sampler.constraint is None for s in sequences)
+        stays = [s.mask_stays for s in sequences if s.sampler.constraint is not None]
         tokens, expected, best = 0.0, [1.0] * len(stays), 0.0
         for steps in range(1, most + 1):
             tokens += free + sum(expected)

@@ -40,9 +40,10 @@ class Masks:
         """
         is_constrained = False
         for sequence, count in zip(sequences, counts, strict=True):
-            if sequence.constraint is not None and count == sequence.num_uncomputed_tokens:
+            constraint = sequence.sampler.constraint
+            if constraint is not None and count == sequence.num_uncomputed_tokens:
                 with fault_of(sequence):
-                    mask, row = sequence.constraint.mask, self._words[sequence.slot]
+                    mask, row = constraint.mask, self._words[sequence.schedule.slot]
                     row[: mask.size] = mask
                     row[mask.size :] = 0
                 is_constrained = True
@@ -60,9 +61,9 @@ class Masks:
             assert library is not None
             self._exchange = MaskExchange(library, self._words.shape)
         rows = [
-            ConstrainedRow(row, s.slot, s.constraint)
+            ConstrainedRow(row, s.schedule.slot, s.sampler.constraint)
             for row, s in enumerate(sequences)
-            if s.constraint is not None and s.slot is not None
+            if s.sampler.constraint is not None and s.schedule.slot is not None
         ]
         with self._exchange.serving(rows, num_steps):
             yield self._exchange.number

@@ -41,7 +41,7 @@ class OffloadedFunctions:
     def __init__(self, options: ExecutionOptions, **run: Any):
         self._whole = whole = StepFunctions(options, None, max_steps=1, **run)
         one_step = whole.by_kind | {StepKind.DECODE: whole.by_kind[StepKind.STEP]}
-        self.by_kind = {kind: self._by_layer(function) for kind, function in one_step.items()}
+        self.by_kind: dict[StepKind, Any] = {k: self._by_layer(f) for k, f in one_step.items()}
         self.score, self.logits = self._by_layer(whole.score), self._by_layer(whole.logits)
         self.assign_slot, self.copy = whole.assign_slot, whole.copy
 

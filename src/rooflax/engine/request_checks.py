@@ -27,7 +27,7 @@ def check_sequence(sequence: Sequence, vocab_size: int, max_tokens: int) -> None
     """
     check_prompt(sequence.prompt_tokens, vocab_size, max_tokens)
     check_params(sequence.params, vocab_size)
-    check_salt(sequence.cache_salt)
+    check_salt(sequence.kv.cache_salt)
     params = sequence.params
     if params.min_tokens > sequence.max_tokens:
         raise RequestError(

@@ -393,17 +393,18 @@ class Runner:
                 self._device_params = self._put(self._params.copy())
 
     def _load_slot(self, sequence: Sequence, changed: set[int]) -> None:
-        slot, stay = sequence.slot, (sequence, sequence.num_preemptions)
+        slot, sampler = sequence.schedule.slot, sequence.sampler
+        stay = sequence, sequence.schedule.num_preemptions
         assert slot is not None
         # what the device counted is not what the host chose
-        miscounts = sequence.num_candidates is not None and sequence.params.has_penalties
+        miscounts = sampler.num_candidates is not None and sequence.params.has_penalties
         if self._slot_state[slot] == stay and not miscounts:
             return
         before, self._slot_state[slot] = self._params[slot].copy(), None
         with fault_of(sequence):
             packing.write_params(self._params[slot], sequence)
         self._slot_state[slot] = stay
-        sequence.num_uncounted = sequence.num_discarded = 0  # its tokens are counted here
+        sampler.num_uncounted = sampler.num_discarded = 0  # its tokens are counted here
         if not np.array_equal(before, self._params[slot]):
             changed.add(slot)
         if sequence.params.has_penalties:
@@ -419,9 +420,9 @@ class Runner:
     def clear(self, sequence: Sequence) -> None:
         """Zeroes the blocks that the sequence alone owns: what is not finite must not stay."""
         copies = []
-        for group, table in enumerate(sequence.block_tables):
-            shared = 0 if self.windows[group] == STATE else sequence.num_published_blocks
-            first = max(0, shared - sequence.first_positions[group] // block_size())
+        for group, table in enumerate(sequence.kv.block_tables):
+            shared = 0 if self.windows[group] == STATE else sequence.kv.num_published_blocks
+            first = max(0, shared - sequence.kv.first_positions[group] // block_size())
             copies += [BlockCopy(group, 0, block) for block in table[first:]]
         for begin in range(0, len(copies), self.config.max_num_seqs):
             self.copy(copies[begin : begin + self.config.max_num_seqs])
@@ -517,7 +518,7 @@ class Runner:
             self._warm_shape(scored)
         if any(s.params.has_penalties for s in sequences):
             self._load_counts(self.config.max_num_seqs, None)
-        if any(len(s.siblings) > 1 for s in sequences):
+        if any(len(s.schedule.siblings) > 1 for s in sequences):
             self.copy([])
         give_back_freed()
 

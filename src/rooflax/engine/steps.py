@@ -479,7 +479,7 @@ class StepFunctions:
         static = {"options": options, "shards": shards_of(mesh)}
         step = _compiled(run, options.jit, mesh, **static, **of_run)
         is_scored = _compiled(scored, options.jit, mesh, **static)
-        self.by_kind = {
+        self.by_kind: dict[StepKind, Any] = {
             StepKind.STEP: step,
             StepKind.DENSE: step,
             StepKind.DECODE: _compiled(decode, options.jit, mesh, max_steps=max_steps, **static),

@@ -10,7 +10,7 @@ import pytest
 from rooflax import LLM, ExecutionOptions, SamplingParams
 from rooflax.engine.mask_reuse import MaskReuse
 from rooflax.engine.runner import Runner
-from rooflax.engine.sequence import Sequence
+from rooflax.engine.sequence import SamplerState, Sequence
 from rooflax.ops import native
 from rooflax.ops.sampling import TokenCounts
 from rooflax.ops.sampling_columns import NO_ID
@@ -105,7 +105,7 @@ def test_what_was_counted_last_is_taken_back():
 
 def sequence(constraint, stays=0.5):
     params = SamplingParams(max_tokens=9)
-    found = Sequence(0, [1], params, 9, frozenset(), constraint=constraint)
+    found = Sequence(0, [1], params, 9, frozenset(), sampler=SamplerState(constraint))
     return dataclasses.replace(found, mask_stays=stays)
 
 

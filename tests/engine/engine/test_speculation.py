@@ -215,5 +215,5 @@ def test_a_draft_that_is_not_finite_leaves_nothing_behind(unhesitating, kernels)
             engine.step()
         tokens.append([s.output_tokens for s in sequences])
         assert [s.finish_reason for s in sequences] == ["length", "length"]
-    assert sequences[0].num_draft_tokens > 0 and sequences[0].num_preemptions == 1
+    assert sequences[0].num_draft_tokens > 0 and sequences[0].schedule.num_preemptions == 1
     assert tokens[0] == tokens[1]

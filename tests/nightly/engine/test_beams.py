@@ -79,13 +79,13 @@ def test_beams_in_a_crowd_are_the_beams_alone(tmp_path, family, cache):
     assert counts.requests == 0, "something compiled after warm-up"
     preempted = 0
     for sequence, wanted in zip(run.sequences, alone, strict=True):
-        assert len({m.finish_reason == "abort" for m in sequence.siblings}) == 1
+        assert len({m.finish_reason == "abort" for m in sequence.schedule.siblings}) == 1
         if sequence.finish_reason == "abort":
             continue
         found = given(sequence)
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
         if sequence.group is not None:
-            preempted += sum(m.num_preemptions for m in sequence.siblings)
+            preempted += sum(m.schedule.num_preemptions for m in sequence.schedule.siblings)
             np.testing.assert_allclose(
                 [score for _, score in found], [score for _, score in wanted], rtol=0, atol=1e-4
             )

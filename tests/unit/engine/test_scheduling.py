@@ -15,7 +15,7 @@ from rooflax.engine.buckets import Buckets
 from rooflax.engine.packing import DecodeWriter, Layout, Writer
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.scheduler import Scheduler
-from rooflax.engine.sequence import Sequence, with_siblings
+from rooflax.engine.sequence import KVState, Sequence, with_siblings
 from rooflax.nn.engine_config import EngineConfig
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.layout import blocks_needed
@@ -26,9 +26,8 @@ SLOTS = 3
 
 def sequence(prompt=3, max_tokens=5, request=0, stop_ids=(), salt="", tokens=None):
     ids = list(range(prompt)) if tokens is None else tokens
-    return Sequence(
-        request, ids, SamplingParams(), max_tokens, frozenset(stop_ids), cache_salt=salt
-    )
+    params, ends = SamplingParams(), frozenset(stop_ids)
+    return Sequence(request, ids, params, max_tokens, ends, kv=KVState(salt))
 
 
 def beams(count, prompt=3, max_tokens=5, request=0, tokens=None, **given):
@@ -43,7 +42,7 @@ def candidates(seq):
     """A model of ten tokens: log-probabilities that depend on every token before."""
     past = bytes(seq.tokens)
     scored = [(token, -3 * zlib.crc32(past + bytes([token])) / 2**32) for token in range(10)]
-    return tuple(sorted(scored, key=lambda c: -c[1])[: seq.num_candidates])
+    return tuple(sorted(scored, key=lambda c: -c[1])[: seq.sampler.num_candidates])
 
 
 def make(windows=(None, 5), *, slots=SLOTS, chunk=6, steps=2, longest=30, share=1.0, **given):
@@ -58,7 +57,7 @@ def make(windows=(None, 5), *, slots=SLOTS, chunk=6, steps=2, longest=30, share=
     )
 
     def limit_steps(decodes, most):  # as the engine's
-        return 1 if any(s.num_candidates is not None for s in decodes) else most
+        return 1 if any(s.sampler.num_candidates is not None for s in decodes) else most
 
     return Scheduler(blocks, config, limit_steps=limit_steps)
 
@@ -103,17 +102,17 @@ class StubModel:
         for position in range(seq.num_computed_tokens, seq.num_computed_tokens + count):
             for group, window in enumerate(self.scheduler.blocks.windows):
                 block, offset = self.slot(seq, group, position)
-                self.content[group][block, offset] = (seq.tokens[: position + 1], seq.cache_salt)
+                self.content[group][block, offset] = (seq.tokens[: position + 1], seq.kv.cache_salt)
                 oldest = 0 if window is None else max(0, position - window + 1)
                 for seen in range(oldest, position + 1):
                     held = self.content[group].get(self.slot(seq, group, seen))
-                    assert held == (seq.tokens[: seen + 1], seq.cache_salt)
+                    assert held == (seq.tokens[: seen + 1], seq.kv.cache_salt)
         seq.num_computed_tokens += count
 
     def slot(self, seq, group, position):
-        relative = position - seq.first_positions[group]
+        relative = position - seq.kv.first_positions[group]
         assert relative >= 0, "a query sees a block that is gone"
-        return seq.block_tables[group][relative // BLOCK_SIZE], relative % BLOCK_SIZE
+        return seq.kv.block_tables[group][relative // BLOCK_SIZE], relative % BLOCK_SIZE
 
 
 def check_blocks(scheduler):
@@ -123,11 +122,11 @@ def check_blocks(scheduler):
         pool = blocks.pools[group]
         owners = [0] * pool.num_blocks
         for seq in scheduler.running:
-            table = seq.block_tables[group]
+            table = seq.kv.block_tables[group]
             assert len(set(table)) == len(table) and 0 not in table
             for block in table:
                 owners[block] += 1
-            first = seq.first_positions[group]
+            first = seq.kv.first_positions[group]
             assert first % BLOCK_SIZE == 0 and (window is not None or first == 0)
             most = blocks_needed(window, seq.longest, scheduler.new_tokens, BLOCK_SIZE)
             assert len(table) <= most
@@ -135,8 +134,8 @@ def check_blocks(scheduler):
         assert {b for b in range(1, pool.num_blocks) if owners[b] == 0} == set(pool.free)
         assert set(pool._hash_of) == set(pool._block_of.values())
         assert len(pool._hash_of) == len(pool._block_of)
-    assert all(not seq.block_tables and seq.slot is None for seq in scheduler.waiting)
-    slots = [seq.slot for seq in scheduler.running] + scheduler._free_slots
+    assert all(not seq.kv.block_tables and seq.schedule.slot is None for seq in scheduler.waiting)
+    slots = [seq.schedule.slot for seq in scheduler.running] + scheduler._free_slots
     assert sorted(slots) == list(range(scheduler.config.max_num_seqs))
 
 
@@ -146,7 +145,7 @@ def check_step(scheduler, step):
     assert len({id(seq) for seq in rows}) == len(rows)
     ready = any(s.group is not None and s.group.is_ready for s in scheduler.running)
     assert rows or ready, "a step must get somebody on"
-    assert all(seq.slot is not None and not seq.is_finished for seq in rows)
+    assert all(seq.schedule.slot is not None and not seq.is_finished for seq in rows)
     assert all(seq.num_uncomputed_tokens == 1 for seq in step.decodes)
     assert 1 <= step.num_steps <= scheduler.config.decode_steps
     assert all(step.num_steps <= seq.num_remaining_tokens for seq in step.decodes)
@@ -164,7 +163,8 @@ def check_decode_rows(writer, step):
     new = Writer(writer.layout, SLOTS)
     new.header[:] = step.num_steps, len(step.decodes), 0
     for seq in step.decodes:
-        seq.num_uncounted, seq.num_discarded = seq.num_tokens % 2, seq.num_tokens % 3
+        sampler, count = seq.sampler, seq.num_tokens
+        sampler.num_uncounted, sampler.num_discarded = count % 2, count % 3
         new.add(seq, seq.num_computed_tokens, 1)
     np.testing.assert_array_equal(writer.write(step.decodes, step.num_steps), new.finish())
 
@@ -245,22 +245,23 @@ def test_random_requests_leak_nothing_and_mix_nothing(
         if not step():
             break
     assert not scheduler.has_unfinished
-    assert all(s.is_finished and s.block_tables == [] for s in with_siblings(everyone))
+    assert all(s.is_finished and s.kv.block_tables == [] for s in with_siblings(everyone))
     for seq in everyone:
         if seq.group is not None and seq.finish_reason != "abort":
-            assert [(m.tokens, m.score) for m in seq.siblings] == beams_alone(seq)
+            assert [(m.tokens, m.score) for m in seq.schedule.siblings] == beams_alone(seq)
     assert scheduler.blocks.num_used == [0] * len(windows)
 
 
 def beams_alone(seq):
     """What the group gives with nobody beside it and room for all."""
     scheduler = make((None,), chunk=40, longest=40)
-    alone = beams(len(seq.siblings), max_tokens=seq.max_tokens, tokens=list(seq.prompt_tokens))
-    for member in alone.siblings:
+    count, tokens = len(seq.schedule.siblings), list(seq.prompt_tokens)
+    alone = beams(count, max_tokens=seq.max_tokens, tokens=tokens)
+    for member in alone.schedule.siblings:
         scheduler.add(member)
     run_all(scheduler, StubModel(scheduler))
     assert scheduler.num_preemptions == 0
-    return [(m.tokens, m.score) for m in alone.siblings]
+    return [(m.tokens, m.score) for m in alone.schedule.siblings]
 
 
 def run_all(scheduler, stub):
@@ -278,8 +279,11 @@ def test_who_comes_last_gives_way_first_and_finishes_all_the_same():
     scheduler.add(first)
     scheduler.add(second)
     run_all(scheduler, stub)
-    assert (first.num_preemptions, second.num_preemptions) == (0, scheduler.num_preemptions)
-    assert second.num_preemptions >= 1
+    assert (first.schedule.num_preemptions, second.schedule.num_preemptions) == (
+        0,
+        scheduler.num_preemptions,
+    )
+    assert second.schedule.num_preemptions >= 1
     assert first.num_output_tokens == second.num_output_tokens == 20
 
 
@@ -343,11 +347,11 @@ def test_shared_blocks_are_reported_and_salted():
     for seq in sequences:
         scheduler.add(seq)
     run_all(scheduler, stub)
-    assert [seq.num_cached_tokens for seq in sequences] == [0, 16, 0, 16]
+    assert [seq.kv.num_cached_tokens for seq in sequences] == [0, 16, 0, 16]
     longer = sequence(tokens=prefix, max_tokens=1, request=4)
     scheduler.add(longer)
     run_all(scheduler, stub)
-    assert longer.num_cached_tokens == 12  # the last token is always computed
+    assert longer.kv.num_cached_tokens == 12  # the last token is always computed
 
 
 def test_the_blocks_used_longest_ago_are_forgotten_first():
@@ -359,7 +363,7 @@ def test_the_blocks_used_longest_ago_are_forgotten_first():
         seq = sequence(tokens=[first_token] * count, max_tokens=1)
         scheduler.add(seq)
         run_all(scheduler, stub)
-        return seq.num_cached_tokens
+        return seq.kv.num_cached_tokens
 
     assert [run(1, 13), run(2, 13), run(1, 13)] == [0, 0, 12]
     assert run(3, 25) == 0  # 7 blocks: those of 2 go, and one of 1
@@ -377,8 +381,8 @@ def test_a_prefix_hit_of_a_window_needs_only_what_the_next_query_sees(window):
     second = sequence(tokens=[*range(20), 99], max_tokens=1)
     scheduler.add(second)
     step = scheduler.schedule()
-    assert second.num_cached_tokens == 20
-    assert second.first_positions == [0, max(0, 20 - window + 1) // BLOCK_SIZE * BLOCK_SIZE]
+    assert second.kv.num_cached_tokens == 20
+    assert second.kv.first_positions == [0, max(0, 20 - window + 1) // BLOCK_SIZE * BLOCK_SIZE]
     stub.run(step)
 
 
@@ -418,18 +422,18 @@ def test_beams_share_the_prompt_and_copy_only_the_block_they_write():
     scheduler = make((None,), slots=4, chunk=40, longest=40)
     stub = StubModel(scheduler)
     first = beams(3, prompt=10, max_tokens=9)
-    for member in first.siblings:
+    for member in first.schedule.siblings:
         scheduler.add(member)
     step = scheduler.schedule()
     assert (step.sequences, len(scheduler.running)) == ([first], 3)
     stub.run(step)
-    prompt = list(first.block_tables[0])
-    assert [m.block_tables for m in first.siblings] == [[prompt]] * 3
+    prompt = list(first.kv.block_tables[0])
+    assert [m.kv.block_tables for m in first.schedule.siblings] == [[prompt]] * 3
     assert scheduler.blocks.num_used == [3]
-    assert len({tuple(m.tokens) for m in first.siblings}) == 3
+    assert len({tuple(m.tokens) for m in first.schedule.siblings}) == 3
     step = scheduler.schedule()
-    assert step.decodes == first.siblings
-    tables = [m.block_tables[0] for m in first.siblings]
+    assert step.decodes == first.schedule.siblings
+    tables = [m.kv.block_tables[0] for m in first.schedule.siblings]
     assert [(c.source, c.destination) for c in step.copies] == [
         (prompt[2], t[2]) for t in tables[:2]
     ]
@@ -437,7 +441,7 @@ def test_beams_share_the_prompt_and_copy_only_the_block_they_write():
     assert [t[:2] for t in tables] == [prompt[:2]] * 3 and len({t[2] for t in tables}) == 3
     stub.run(step)
     run_all(scheduler, stub)
-    assert all(m.is_finished for m in first.siblings) and scheduler.blocks.num_used == [0]
+    assert all(m.is_finished for m in first.schedule.siblings) and scheduler.blocks.num_used == [0]
 
 
 def test_beams_choose_as_the_rules_say():
@@ -472,7 +476,7 @@ def test_beams_choose_as_the_rules_say():
         ([0, 1, 5, 7], -0.75, "stop"),
         ([0, 1, 7], -1.5, "stop"),
     ]
-    assert [len(m.token_times_s) for m in found.members] == [2, 1]
+    assert [len(m.times.tokens_s) for m in found.members] == [2, 1]
 
 
 def test_beams_that_cannot_run_together_are_known_before():

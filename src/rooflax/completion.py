@@ -188,7 +188,9 @@ class Sample:
         compiled: CompileCounts,
     ) -> Completion:
         sequence = self.sequence
-        params = sequence.params
+        params, fields = sequence.params, {}
+        for state in sequence.features.values():
+            fields |= state.completion_fields()
         return Completion(
             text=self.text,
             tokens=tuple(self.tokens),
@@ -201,11 +203,9 @@ class Sample:
             timings=self._timings(load_s, compiled),
             index=sequence.sample_index,
             num_cached_tokens=sequence.kv.num_cached_tokens or 0,
-            num_draft_tokens=sequence.num_draft_tokens,
-            num_accepted_tokens=sequence.num_accepted_tokens,
             error=error,
-            score=sequence.score,
             stop_reason=stop_reason,
+            **fields,
         )
 
     def _timings(self, load_s: float, compiled: CompileCounts) -> dict[str, float]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rooflax.engine.features.pooling import Pooled
 from rooflax.engine.request_checks import check_prompt, check_salt
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import NOT_FINITE, KVState
@@ -277,6 +278,6 @@ def _rows(done: Sequence[EngineSequence]) -> np.ndarray:
         EngineError: what ended one of them.
     """
     for sequence in done:
-        if sequence.vector is None or sequence.finish_reason != "stop":
+        if sequence.finish_reason != "stop":
             raise EngineError(sequence.error or f"A text ended with {sequence.finish_reason}.")
-    return np.stack([sequence.vector for sequence in done]).astype(np.float32)  # type: ignore
+    return np.stack([sequence.features[Pooled].vector for sequence in done]).astype(np.float32)

@@ -22,12 +22,12 @@ from rooflax.embedding import Embedder, check_generates
 from rooflax.engine.buckets import bucket
 from rooflax.engine.compilation import CompileCounts, count_compilations, enable_persistent_cache
 from rooflax.engine.engine import Engine
+from rooflax.engine.features.speculation import Speculation
 from rooflax.engine.offloading import OffloadedFunctions, step_functions
 from rooflax.engine.request_checks import check_prompt
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import Sequence as EngineSequence
 from rooflax.engine.sequence import with_siblings
-from rooflax.engine.speculation import Speculation
 from rooflax.engine.steps import StepFunctions
 from rooflax.errors import RequestError
 from rooflax.fields.declaration import check_names, takes

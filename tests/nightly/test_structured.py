@@ -7,7 +7,8 @@ import pytest
 
 from rooflax import LLM, AsyncLLM, EngineError, ExecutionOptions, RequestError, SamplingParams
 from rooflax.engine.compilation import count_compilations
-from rooflax.engine.sequence import SamplerState, Sequence
+from rooflax.engine.features.grammar import constrain
+from rooflax.engine.sequence import Sequence
 from rooflax.structured import Grammars
 from tests import goldens
 from tests.engine import test_structured as beside
@@ -57,8 +58,9 @@ class Constrained:
     def sequence(self, request_id):
         constraint = self.grammars.constraint(self.params, frozenset())
         tokens = self.params.max_tokens
-        sampler = SamplerState(constraint)
-        return Sequence(request_id, self.prompt, self.params, tokens, frozenset(), sampler=sampler)
+        sequence = Sequence(request_id, self.prompt, self.params, tokens, frozenset())
+        constrain(sequence, constraint)
+        return sequence
 
 
 @pytest.mark.parametrize(("chunk", "cache"), [(16, True), (64, False)])

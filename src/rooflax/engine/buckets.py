@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from rooflax.nn.layout import ceil_div
 
+SMALLEST_STEP = 16
+"""Tokens; steps with prompt chunks are padded to multiples of it, which XLA rounds alike."""
+
 
 class StepKind(StrEnum):
     """Kinds of device calls, each a step function of its own."""

@@ -49,6 +49,10 @@ class Masks:
                 is_constrained = True
         return self._words.copy() if is_constrained else None
 
+    def is_sent(self, slot: int | None, mask: np.ndarray) -> bool:
+        """Whether this is the mask of a slot that the last step ran with."""
+        return np.array_equal(mask, self._words[slot][: mask.size])
+
     @contextmanager
     def during(self, sequences: list[Sequence], num_steps: int) -> Iterator[int]:
         """Makes the masks of later decode steps while a dispatch lasts; gives the number of the

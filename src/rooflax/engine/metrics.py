@@ -162,6 +162,12 @@ class Metrics:
         if sequence.sample_index == 0:
             self.samples.observe(sequence.params.n)
 
+    def finished_all(self, sequences: list[Sequence], now_s: float) -> None:
+        """As `finished`, of those that have."""
+        for sequence in sequences:
+            if sequence.is_finished:
+                self.finished(sequence, now_s)
+
     def as_dict(self) -> dict[str, Any]:
         """A copy made of numbers, lists and dicts."""
         return asdict(self)

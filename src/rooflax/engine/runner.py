@@ -17,13 +17,12 @@ from jax.sharding import PartitionSpec
 
 from rooflax.engine import packing
 from rooflax.engine.block_manager import BlockCopy
-from rooflax.engine.buckets import Buckets, Shape, StepKind, bucket
+from rooflax.engine.buckets import SMALLEST_STEP, Buckets, Shape, StepKind, bucket
 from rooflax.engine.compilation import count_compilations
 from rooflax.engine.masks import Masks
 from rooflax.engine.offloading import step_functions
 from rooflax.engine.packing import DecodeWriter, Layout, StepResult, Writer
-from rooflax.engine.pooled_steps import pooled
-from rooflax.engine.scheduler import ScheduledStep
+from rooflax.engine.scheduler import StepPlan
 from rooflax.engine.sequence import Sequence, fault_of
 from rooflax.engine.steps import StepInput
 from rooflax.errors import EngineError
@@ -49,8 +48,6 @@ from rooflax.ops.sampling import TokenCounts, awaits_masks
 
 SMALLEST_CONTEXT = 256
 """Tokens; where attention gathers, contexts are padded to this or a power of two above it."""
-SMALLEST_STEP = 16
-"""Tokens; steps with prompt chunks are padded to multiples of it, which XLA rounds alike."""
 
 
 class Call(NamedTuple):
@@ -73,15 +70,17 @@ class Compiled(NamedTuple):
 class Runner:
     """Runs steps of up to `max_num_seqs` rows and contexts of up to `max_model_len`.
 
+    Args:
+        run: what runs a list of tokens, if not `run_step`; as `StepFunctions` takes it.
+
     Attributes:
         buckets: the shapes in use.
         is_fully_warm: a shape that was not warmed up is an error.
         lost_state: a step failed and took the cache with it.
     """
 
-    def __init__(self, model: AnyModel, config: EngineConfig):
-        self.model, self.config, pooler = model, config, config.pooler
-        run = {} if pooler is None else {"run": pooled, "pooler": pooler}
+    def __init__(self, model: AnyModel, config: EngineConfig, **run: Any):
+        self.model, self.config = model, config
         self.functions = step_functions(
             model, config.options, config.mesh, config.decode_steps, **run
         )
@@ -174,21 +173,17 @@ class Runner:
             size *= 2
         return tuple(sorted(sizes))
 
-    def calls(self, step: ScheduledStep, lookahead: list[list[int]]) -> list[Call]:
+    def calls(self, plan: StepPlan) -> list[Call]:
         """The device calls of a step: one for the list of its tokens, and one for each prompt whose
-        tokens are scored.
-
-        Args:
-            lookahead: per decode row, tokens that may come next, to be verified; or nothing.
-        """
-        scored = [chunk for chunk in step.prefills if chunk[0].wants_scores]
-        chunks = [(s, 1) for s in step.decodes]
-        chunks += [chunk for chunk in step.prefills if not chunk[0].wants_scores]
+        tokens are scored."""
+        scored = [chunk for chunk in plan.prefills if chunk[0].wants_scores]
+        chunks = [(s, 1) for s in plan.decodes]
+        chunks += [chunk for chunk in plan.prefills if not chunk[0].wants_scores]
         calls = [Call([s], [n], self._scored_shape(s, n)) for s, n in scored]
-        if lookahead:
-            calls.insert(0, self._verify_call(step.decodes, lookahead))
+        if plan.lookahead:
+            calls.insert(0, self._verify_call(plan.decodes, plan.lookahead))
         elif chunks:
-            calls.insert(0, self._call(chunks, step.num_steps))
+            calls.insert(0, self._call(chunks, plan.num_steps))
         return calls
 
     def _call(self, chunks: list[tuple[Sequence, int]], num_steps: int) -> Call:
@@ -461,7 +456,7 @@ class Runner:
         longest = self.longest_prefill, self.config.max_model_len
         scored = [Shape(StepKind.SCORED, 1, *longest)] if scores else []
         programs: dict[str, Callable[[], Any]] = {
-            str(shape): lambda shape=shape: self._warm_shape(shape)
+            str(shape): lambda shape=shape: self.warm(shape)
             for shape in [*buckets.shapes(), *scored]
             if self.config.pooler is None or shape.kind is StepKind.STEP
         }
@@ -478,15 +473,11 @@ class Runner:
             report(found[-1])
         return found
 
-    def is_warm(self, call: Call) -> bool:
-        """Whether the call's program is there."""
-        return call.shape in self._warm or not self.config.options.jit
+    def is_warm(self, shape: Shape) -> bool:
+        """Whether the shape's program is there."""
+        return shape in self._warm or not self.config.options.jit
 
-    def warm(self, call: Call) -> None:
-        """Compiles what a call needs."""
-        self._warm_shape(call.shape)
-
-    def _warm_shape(self, shape: Shape) -> None:
+    def warm(self, shape: Shape) -> None:
         """Compiles a shape by running it on empty rows."""
         self._warm.add(shape)
         self._dispatch(Call([], [], shape))
@@ -508,14 +499,15 @@ class Runner:
         self._wanted = set()
         if not self.config.options.jit or not sequences or self.is_fully_warm:
             return
-        if any(s.may_be_forced for s in sequences):  # steps with a few tokens of a row
+        # a constraint may force a few tokens of a row
+        if any(s.sampler.constraint is not None for s in sequences):
             self._add_tokens(bucket(2 * self.config.max_num_seqs, SMALLEST_STEP))
         new = [s.num_tokens - n for s, n in zip(sequences, num_cached, strict=True)]
         self._wanted = self._shapes_of(sequences, new)
         self._warm_wanted(StepKind.STEP, StepKind.DENSE)
         scored = self._scored_shape(sequences[0], 1)
         if any(s.wants_scores for s in sequences) and scored not in self._warm:
-            self._warm_shape(scored)
+            self.warm(scored)
         if any(s.params.has_penalties for s in sequences):
             self._load_counts(self.config.max_num_seqs, None)
         if any(len(s.schedule.siblings) > 1 for s in sequences):
@@ -529,7 +521,7 @@ class Runner:
     def _warm_wanted(self, *kinds: StepKind) -> None:
         for shape in sorted(self._wanted - self._warm):
             if shape.kind in kinds:
-                self._warm_shape(shape)
+                self.warm(shape)
 
     def _shapes_of(self, sequences: list[Sequence], new: list[int]) -> set[Shape]:
         """Shapes of the first step, and of the decode steps that the sequences lead to.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rooflax.engine.block_manager import BlockCopy, BlockManager
@@ -13,7 +13,7 @@ from rooflax.nn.engine_config import EngineConfig
 
 
 @dataclass(frozen=True)
-class ScheduledStep:
+class StepPlan:
     """What runs next.
 
     Attributes:
@@ -23,6 +23,7 @@ class ScheduledStep:
         prefills: sequences that run several of their tokens, with how many, in the same list as
             the decoding ones.
         copies: of blocks, to be made before anything runs.
+        lookahead: per decoding sequence, tokens that may come next, to be verified; a feature's.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
@@ -30,6 +31,7 @@ class ScheduledStep:
     room: int = 1
     prefills: list[tuple[Sequence, int]] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
+    lookahead: list[list[int]] | None = None
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -94,15 +96,8 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
-    def abort(self, sequence: Sequence, reason: str = "abort") -> None:
+    def abort(self, sequence: Sequence, reason: str = "abort", error: str | None = None) -> None:
         """Ends a sequence and its siblings; who has finished stays as it is."""
-        self._end(sequence, reason)
-
-    def fail(self, sequence: Sequence, error: str) -> None:
-        """Ends a sequence and its siblings with an error; who has finished stays as it is."""
-        self._end(sequence, "error", error)
-
-    def _end(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
         for sibling in sequence.schedule.siblings:
             if sibling in self.waiting:
                 self.waiting.remove(sibling)
@@ -110,9 +105,9 @@ class Scheduler:
             elif sibling in self.running:
                 if not sibling.is_finished:
                     sibling.finish(reason, error)
-                self._leave(sibling)
+                self.leave(sibling)
 
-    def schedule(self) -> ScheduledStep | None:
+    def plan(self) -> StepPlan | None:
         """The next step; None when nothing is left to do.
 
         A step may run nothing: then it admitted the last of siblings that wait for a fork.
@@ -120,12 +115,12 @@ class Scheduler:
         """
         suspect = next((s for s in (*self.running, *self.waiting) if s.schedule.is_suspect), None)
         if suspect is not None:
-            step = self._schedule(suspect.schedule.siblings)
+            step = self._plan(suspect.schedule.siblings)
             if step is not None and step.sequences:
                 return step
-        return self._schedule(None)
+        return self._plan(None)
 
-    def _schedule(self, only: list[Sequence] | None) -> ScheduledStep | None:
+    def _plan(self, only: list[Sequence] | None) -> StepPlan | None:
         """
         Args:
             only: who may run; None is everybody.
@@ -157,16 +152,16 @@ class Scheduler:
             everybody = (s.schedule for s in (*self.running, *self.waiting))
             waits = (len(s.siblings) > 1 or s.is_suspect for s in everybody)
             assert only is not None or not self.has_unfinished or any(waits), "nobody can run"
-            return ScheduledStep() if self.has_unfinished else None
+            return StepPlan() if self.has_unfinished else None
         num_steps, room = (1, 1) if prefills or only is not None else self._extend(decodes)
         for sequence in decodes:
             self.blocks.reserve_snapshots(sequence, sequence.num_computed_tokens + num_steps)
         for sequence, count in prefills:
             self.blocks.reserve_snapshots(sequence, sequence.num_computed_tokens + count)
         copies = [copy for made in self._copies.values() for copy in made]
-        return ScheduledStep(decodes, num_steps, room, prefills, copies)
+        return StepPlan(decodes, num_steps, room, prefills, copies)
 
-    def finish_step(self, step: ScheduledStep) -> None:
+    def finish_step(self, step: StepPlan) -> None:
         """Shares what the step computed, and retires who has finished."""
         for sequence in step.sequences:
             if sequence.schedule.slot is None:
@@ -174,23 +169,18 @@ class Scheduler:
             if sequence.finish_reason != "error":
                 self.blocks.publish(sequence)
             if sequence.is_finished:
-                self._leave(sequence)
+                self.leave(sequence)
 
     def fork(self, child: Sequence, parent: Sequence) -> None:
         """Lets a running sequence go on from the cache of its sibling."""
         self.blocks.fork(child, parent)
         child.schedule.awaits_fork = False
 
-    def leave(self, sequences: Iterable[Sequence]) -> None:
-        """Retires finished sequences that no step ran."""
-        for sequence in sequences:
-            self._leave(sequence)
-
     def forget_blocks(self, blocks: BlockManager) -> None:
         """Requeues everybody, and starts with an empty cache: what the old one held is lost."""
         for sequence in reversed(list(self.running)):
             if sequence.is_finished:
-                self._leave(sequence)
+                self.leave(sequence)
             else:
                 self.preempt(sequence)
         self.blocks = blocks
@@ -313,13 +303,13 @@ class Scheduler:
 
     def preempt(self, sequence: Sequence) -> None:
         """Back to the head of the queue; its tokens stay, their K and V are computed again."""
-        self._leave(sequence)
+        self.leave(sequence)
         sequence.num_computed_tokens = 0
         sequence.schedule.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.appendleft(sequence)
 
-    def _leave(self, sequence: Sequence) -> None:
+    def leave(self, sequence: Sequence) -> None:
         """Takes back the sequence's slot and blocks."""
         schedule = sequence.schedule
         self.running.remove(sequence)

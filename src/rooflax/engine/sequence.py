@@ -6,14 +6,12 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 from rooflax.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from rooflax.engine.beams import BeamGroup
 
 NOT_FINITE = (
     "The model's output became NaN or infinite, so the request was ended; look for NaN weights "
@@ -163,6 +161,7 @@ class SamplerState:
         constraint: what the text must look like; None is anything.
         num_candidates: after each token, how many of the best next ones the host chooses from;
             None where the device chooses.
+        candidates: those, best first, until the host has chosen.
         num_uncounted: how many of the last tokens were forced, not sampled, and the penalties on
             the device do not know yet.
         num_discarded: how many tokens of the last decode steps were not taken, and are counted by
@@ -173,6 +172,7 @@ class SamplerState:
 
     constraint: Constraint | None = None
     num_candidates: int | None = None
+    candidates: tuple[tuple[int, float], ...] = ()
     num_uncounted: int = 0
     num_discarded: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -184,6 +184,25 @@ class SamplerState:
         return self.constraint is not None or self.num_candidates is not None
 
 
+class FeatureState:
+    """What a feature keeps of one sequence; base of the types of slots.
+
+    Attributes:
+        feature: its name in errors.
+    """
+
+    feature: ClassVar[str]
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> Self | None:
+        """The sequence's; None if the feature keeps nothing of it."""
+        return sequence.features.get(cls)
+
+    def completion_fields(self) -> dict[str, Any]:
+        """Fields of the `Completion` that come from here."""
+        return {}
+
+
 @dataclass(eq=False)
 class Sequence:
     """Tokens of one sample of one request.
@@ -193,12 +212,7 @@ class Sequence:
         tokens: the prompt, then what was generated.
         error: what went wrong, if finish_reason is "error".
         num_computed_tokens: how many of them have their K and V in the cache.
-        num_draft_tokens, num_accepted_tokens: drafts that were run for it, and those that held.
-        mask_stays: running mean of how often a token leaves the constraint's mask as it was.
-        candidates: best first, until the host has chosen.
-        group: its beam search.
-        score: of a finished beam; see beams.Hypothesis.
-        vector: of its prompt, where the engine pools.
+        features: what each feature keeps of it, by the state's type.
     """
 
     request_id: int
@@ -215,13 +229,7 @@ class Sequence:
     schedule: ScheduleState = field(default_factory=ScheduleState)
     sampler: SamplerState = field(default_factory=SamplerState)
     times: Times = field(default_factory=Times)
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    mask_stays: float = 0.5
-    candidates: tuple[tuple[int, float], ...] = ()
-    group: BeamGroup | None = None
-    score: float | None = None
-    vector: np.ndarray | None = None
+    features: dict[type[FeatureState], Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_tokens)
@@ -281,25 +289,6 @@ class Sequence:
         return wanted and len(self.sampler.prompt_logprobs) < self.num_prompt_tokens - 1
 
     @property
-    def may_be_forced(self) -> bool:
-        """Whether a constraint may leave it a single token to go on with."""
-        return self.sampler.constraint is not None
-
-    @property
-    def forced_token(self) -> int | None:
-        """What the sampler could not but choose next, because its constraint leaves nothing else.
-
-        None where more is asked than the token, and where something else may forbid it.
-        """
-        params, constraint = self.params, self.sampler.constraint
-        asks = params.logprobs is not None or self.sampler.num_candidates is not None
-        if constraint is None or self.is_finished or asks or params.allowed_token_ids:
-            return None
-        token = _only_one(constraint.mask)
-        other = (self.stop_ids, params.banned_token_ids, params.logit_bias)
-        return None if any(token in ids for ids in other) else token
-
-    @property
     def may_share(self) -> bool:
         """Whether its first tokens may be taken from the prefix cache: not if all are scored."""
         return self.params.prompt_logprobs is None
@@ -328,23 +317,6 @@ class Sequence:
             return
         if self.num_output_tokens >= self.max_tokens:
             self.finish("length")
-        if self.sampler.constraint is not None:
-            self._follow(self.sampler.constraint, token)
-
-    def _follow(self, constraint: Constraint, token: int) -> None:
-        constraint.accept(token)
-        if constraint.error is not None and self.is_finished:
-            return  # nothing can follow, and nothing has to
-        if constraint.error is not None:
-            self.finish("error", constraint.error)
-        elif constraint.is_complete and self.num_output_tokens < self.params.min_tokens:
-            self.finish(
-                "error",
-                f"{ENDS_EARLY} after {self.num_output_tokens} tokens "
-                f"and min_tokens is {self.params.min_tokens}; lower it.",
-            )
-        elif constraint.is_complete:
-            self.finish("stop")
 
     def finish(self, reason: str, error: str | None = None) -> None:
         self.finish_reason, self.error = reason, error
@@ -375,12 +347,3 @@ def fault_of(sequence: Sequence) -> Iterator[None]:
 def with_siblings(sequences: Iterable[Sequence]) -> list[Sequence]:
     """The sequences, each once, and with each its siblings."""
     return list({id(other): other for s in sequences for other in s.schedule.siblings}.values())
-
-
-def _only_one(mask: np.ndarray) -> int | None:
-    """The one token of a mask; None if there are more, or none."""
-    places = mask.nonzero()[0]
-    if len(places) != 1:
-        return None
-    word = int(mask[places[0]]) & 0xFFFFFFFF
-    return None if word & (word - 1) else 32 * int(places[0]) + word.bit_length() - 1

@@ -3,10 +3,10 @@
 import pytest
 
 from rooflax import load
-from rooflax.engine.beams import BeamGroup
 from rooflax.engine.engine import Engine
+from rooflax.engine.features.beams import Beam, BeamGroup
+from rooflax.engine.features.speculation import Drafter, Speculation
 from rooflax.engine.sampling_params import SamplingParams
-from rooflax.engine.speculation import Drafter, Speculation
 from rooflax.nn.engine_config import EngineConfig
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.layout import ceil_div
@@ -24,7 +24,7 @@ class Beams(Request):
 
 def given(sequence):
     """Tokens and score of every beam."""
-    return [(m.output_tokens, m.score) for m in sequence.schedule.siblings]
+    return [(m.output_tokens, Beam.of(m).score) for m in sequence.schedule.siblings]
 
 
 @pytest.mark.parametrize("family", ["llama_gqa", "qwen3_5_text"])

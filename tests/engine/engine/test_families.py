@@ -203,7 +203,8 @@ def test_beams_are_those_of_requests_apart(family, monkeypatch):
     assert len(forks) >= NUM_BEAMS and {c.group for c in copied} == set(range(len(family.windows)))
     assert [s.output_tokens for s in beams] == [output for _, output in wanted]
     scores = [score / BEAM_TOKENS for score, _ in wanted]
-    np.testing.assert_allclose([s.score for s in beams], scores, rtol=0, atol=TOLERANCE)
+    found = [state.completion_fields()["score"] for s in beams for state in s.features.values()]
+    np.testing.assert_allclose(found, scores, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.every_jax

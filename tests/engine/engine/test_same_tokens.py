@@ -9,7 +9,7 @@ import pytest
 from rooflax import load
 from rooflax.engine.compilation import count_compilations
 from rooflax.engine.engine import Engine
-from rooflax.engine.speculation import Drafter, Speculation
+from rooflax.engine.features.speculation import Drafter, Speculation
 from rooflax.nn.engine_config import EngineConfig
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.layout import STATE, blocks_needed

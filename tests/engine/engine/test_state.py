@@ -11,8 +11,8 @@ import pytest
 
 from rooflax import LLM, ExecutionOptions, RequestError, SamplingParams, load
 from rooflax.engine.engine import Engine
+from rooflax.engine.features.speculation import Drafter, Speculation
 from rooflax.engine.sequence import Sequence
-from rooflax.engine.speculation import Drafter, Speculation
 from rooflax.nn.engine_config import EngineConfig
 from rooflax.nn.layout import STATE, STATE_GRID, num_snapshots
 from rooflax.train.loop import check_trainable

@@ -70,10 +70,12 @@ class Timed:
 
     def __init__(self, functions: Any):
         self._functions, self.seconds = functions, 0.0
+        self.by_kind = {kind: self._timed(run) for kind, run in functions.by_kind.items()}
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        function = getattr(self._functions, name)
+        return self._timed(getattr(self._functions, name))
 
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             start = time.perf_counter()
             out = jax.block_until_ready(function(*args))

@@ -133,7 +133,7 @@ class Sample:
                 stop_reason = token
         prompt_logprobs = None
         if sequence.params.prompt_logprobs is not None and not self.times_s:
-            prompt_logprobs = tuple(sequence.prompt_logprobs)
+            prompt_logprobs = tuple(sequence.sampler.prompt_logprobs)
         self.times_s.extend(output.times_s[:new])
         logprobs = output.logprobs[:new]
         self.logprobs.extend(logprobs)
@@ -188,7 +188,9 @@ class Sample:
         compiled: CompileCounts,
     ) -> Completion:
         sequence = self.sequence
-        params = sequence.params
+        params, fields = sequence.params, {}
+        for state in sequence.features.values():
+            fields |= state.completion_fields()
         return Completion(
             text=self.text,
             tokens=tuple(self.tokens),
@@ -196,21 +198,19 @@ class Sample:
             finish_reason=reason,
             logprobs=None if params.logprobs is None else tuple(self.logprobs),
             prompt_logprobs=(
-                None if params.prompt_logprobs is None else tuple(sequence.prompt_logprobs)
+                None if params.prompt_logprobs is None else tuple(sequence.sampler.prompt_logprobs)
             ),
             timings=self._timings(load_s, compiled),
             index=sequence.sample_index,
-            num_cached_tokens=sequence.num_cached_tokens or 0,
-            num_draft_tokens=sequence.num_draft_tokens,
-            num_accepted_tokens=sequence.num_accepted_tokens,
+            num_cached_tokens=sequence.kv.num_cached_tokens or 0,
             error=error,
-            score=sequence.score,
             stop_reason=stop_reason,
+            **fields,
         )
 
     def _timings(self, load_s: float, compiled: CompileCounts) -> dict[str, float]:
         times = self.times_s
-        ttft = times[0] - self.sequence.arrival_s if times else 0.0
+        ttft = times[0] - self.sequence.times.arrival_s if times else 0.0
         decode_s = times[-1] - times[0] if times else 0.0
         return {
             "load_s": load_s,

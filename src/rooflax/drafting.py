@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rooflax.engine.draft_model import ModelDrafter
 from rooflax.engine.engine import Engine
-from rooflax.engine.speculation import NgramDrafter, Speculation
+from rooflax.engine.features.draft_model import ModelDrafter
+from rooflax.engine.features.speculation import NgramDrafter, Speculation
 from rooflax.errors import RequestError
 from rooflax.loading.tokenizer import Tokenizer
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from rooflax.engine.features.pooling import Pooled
 from rooflax.engine.request_checks import check_prompt, check_salt
 from rooflax.engine.sampling_params import SamplingParams
-from rooflax.engine.sequence import NOT_FINITE
+from rooflax.engine.sequence import NOT_FINITE, KVState
 from rooflax.engine.sequence import Sequence as EngineSequence
 from rooflax.errors import EngineError, RequestError
 from rooflax.fields.kinds import is_whole
@@ -213,9 +214,9 @@ class Embedder:
         """What the engine runs, one for each text."""
         check_salt(cache_salt)
         params = SamplingParams(max_tokens=1, temperature=0).with_defaults({})
-        made = enumerate(texts)
         return [
-            EngineSequence(i, ids, params, 1, frozenset(), cache_salt=cache_salt) for i, ids in made
+            EngineSequence(i, ids, params, 1, frozenset(), kv=KVState(cache_salt))
+            for i, ids in enumerate(texts)
         ]
 
     @property
@@ -277,6 +278,6 @@ def _rows(done: Sequence[EngineSequence]) -> np.ndarray:
         EngineError: what ended one of them.
     """
     for sequence in done:
-        if sequence.vector is None or sequence.finish_reason != "stop":
+        if sequence.finish_reason != "stop":
             raise EngineError(sequence.error or f"A text ended with {sequence.finish_reason}.")
-    return np.stack([sequence.vector for sequence in done]).astype(np.float32)  # type: ignore
+    return np.stack([sequence.features[Pooled].vector for sequence in done]).astype(np.float32)

@@ -10,9 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from rooflax.completion import Sample
-from rooflax.engine.beams import BeamGroup, check_beams
+from rooflax.engine.features.grammar import constrain
+from rooflax.engine.features.registry import FEATURES
 from rooflax.engine.request_checks import check_length, check_prompt, check_salt, check_sequence
 from rooflax.engine.sampling_params import SamplingParams
+from rooflax.engine.sequence import KVState
 from rooflax.engine.sequence import Sequence as EngineSequence
 from rooflax.errors import RequestError
 from rooflax.fields.kinds import is_whole
@@ -132,15 +134,18 @@ class InputProcessor:
                 max_tokens,
                 stop,
                 index,
-                cache_salt=cache_salt,
-                constraint=constraint.copy() if constraint and index else constraint,
+                kv=KVState(cache_salt),
             )
             for index in range(max(given.n, given.num_beams))
         ]
+        if constraint is not None:
+            for sequence in sequences:
+                constrain(sequence, constraint.copy() if sequence.sample_index else constraint)
+        for feature in FEATURES:
+            feature.prepare(sequences)
         check_sequence(sequences[0], vocab, self.max_model_len)
-        if given.num_beams > 1:
-            check_beams(given, stop, vocab, self.max_num_seqs)
-            BeamGroup(sequences)
+        for feature in FEATURES:
+            feature.check(sequences[0], vocab, self.max_num_seqs)
         return [
             Sample(sequence, IncrementalDecoder(self.tokenizer, ids))
             for sequence in sequences[: given.n]

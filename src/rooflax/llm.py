@@ -22,12 +22,13 @@ from rooflax.embedding import Embedder, check_generates
 from rooflax.engine.buckets import bucket
 from rooflax.engine.compilation import CompileCounts, count_compilations, enable_persistent_cache
 from rooflax.engine.engine import Engine
-from rooflax.engine.offloading import step_functions
+from rooflax.engine.features.speculation import Speculation
+from rooflax.engine.offloading import OffloadedFunctions, step_functions
 from rooflax.engine.request_checks import check_prompt
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import Sequence as EngineSequence
 from rooflax.engine.sequence import with_siblings
-from rooflax.engine.speculation import Speculation
+from rooflax.engine.steps import StepFunctions
 from rooflax.errors import RequestError
 from rooflax.fields.declaration import check_names, takes
 from rooflax.fields.kinds import is_whole
@@ -455,24 +456,28 @@ class LLM:
     def logits(self, prompt: Prompt) -> np.ndarray:
         """[tokens, vocab] float32: the logits after each token of a prompt."""
         check_generates(self.info)
-        return self._dense("logits", self.encode(prompt))
+        return self._dense(self._functions.logits, self.encode(prompt))
 
     def _score(self, ids: list[int], first: int) -> np.ndarray:
         """Log-probabilities of the tokens from number `first` on."""
         count = len(ids) - first
         num_places = min(bucket(max(count, 1), 16), self.max_model_len)
         places = np.arange(first - 1, first - 1 + num_places, dtype=np.int32)
-        return self._dense("score", ids, np.minimum(places, max(len(ids) - 1, 0))[None])[:count]
+        places = np.minimum(places, max(len(ids) - 1, 0))[None]
+        return self._dense(self._functions.score, ids, places)[:count]
 
-    def _dense(self, function: str, ids: list[int], *more: np.ndarray) -> np.ndarray:
+    @property
+    def _functions(self) -> StepFunctions | OffloadedFunctions:
+        return step_functions(self.model, self.options, self.mesh, max_steps=1)
+
+    def _dense(self, function: Callable, ids: list[int], *more: np.ndarray) -> np.ndarray:
         """What a step function without a cache gives for each token of a sequence, or place."""
         check_not_forked()
         check_prompt(ids, self.info.config.vocab_size, self.max_model_len, new_tokens=0)
         padded = np.zeros((1, min(bucket(len(ids), 16), self.max_model_len)), np.int32)
         padded[0, : len(ids)] = ids
         lengths = np.array([len(ids)], np.int32)
-        run = getattr(step_functions(self.model, self.options, self.mesh, max_steps=1), function)
-        found, _ = run(self.model, (None, ()), padded, lengths, *more)
+        found, _ = function(self.model, (None, ()), padded, lengths, *more)
         return np.asarray(found)[0, : len(ids)]
 
 

@@ -12,8 +12,8 @@ import pytest
 from rooflax import RequestError, SamplingParams
 from rooflax.async_llm import AsyncLLM
 from rooflax.engine import packing
+from rooflax.engine.features.speculation import NgramDrafter
 from rooflax.engine.sequence import StepOutput
-from rooflax.engine.speculation import NgramDrafter
 from rooflax.errors import EngineError
 from rooflax.nn.execution import ExecutionOptions
 

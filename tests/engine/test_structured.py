@@ -18,6 +18,7 @@ from rooflax import (
     SamplingParams,
     structured,
 )
+from rooflax.engine.features.grammar import constrain
 from rooflax.fields.sampling import MAX_FORM_BYTES
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.structured import Grammars
@@ -313,7 +314,8 @@ def test_a_guide_that_fails_at_work_ends_its_own_request(llm):
     samples = [
         llm.processor.samples(index, prompt, free)[0] for index, prompt in enumerate(PROMPTS[:2])
     ]
-    constraint = samples[0].sequence.constraint = Fails()
+    constraint = Fails()
+    constrain(samples[0].sequence, constraint)
     deltas = list(llm._run(samples))
     done = {d.prompt: d.completion for d in deltas if d.completion}
     assert (done[0].finish_reason, done[0].error) == ("error", "It cannot go on.")

@@ -7,6 +7,7 @@ import pytest
 
 from rooflax import LLM, AsyncLLM, EngineError, ExecutionOptions, RequestError, SamplingParams
 from rooflax.engine.compilation import count_compilations
+from rooflax.engine.features.grammar import constrain
 from rooflax.engine.sequence import Sequence
 from rooflax.structured import Grammars
 from tests import goldens
@@ -57,9 +58,9 @@ class Constrained:
     def sequence(self, request_id):
         constraint = self.grammars.constraint(self.params, frozenset())
         tokens = self.params.max_tokens
-        return Sequence(
-            request_id, self.prompt, self.params, tokens, frozenset(), constraint=constraint
-        )
+        sequence = Sequence(request_id, self.prompt, self.params, tokens, frozenset())
+        constrain(sequence, constraint)
+        return sequence
 
 
 @pytest.mark.parametrize(("chunk", "cache"), [(16, True), (64, False)])
@@ -72,7 +73,9 @@ def test_a_crowded_engine_gives_what_each_request_gives_alone(llm, chunk, cache)
         run = run_load(crowd, requests)
     assert counts.requests == 0, "something compiled after warm-up"
     assert crowd.scheduler.num_preemptions > 0
-    assert any(s.num_preemptions and s.constraint is not None for s in run.sequences)
+    assert any(
+        s.schedule.num_preemptions and s.sampler.constraint is not None for s in run.sequences
+    )
     for sequence, wanted in zip(run.sequences, alone, strict=True):
         if sequence.finish_reason == "abort":
             wanted = wanted[: sequence.num_output_tokens]

@@ -150,7 +150,7 @@ class Bench:
             self.engine.step()
         return Timeline(
             start,
-            [s.token_times_s for s in sequences],
+            [s.times.tokens_s for s in sequences],
             [tuple(s.output_tokens) for s in sequences],
         )
 

@@ -72,12 +72,12 @@ def under_rate(work: Workload, load: Load) -> dict[str, Any]:
     sequences = [served.sequence(prompt, work.output_tokens) for prompt in prompts]
     start = time.perf_counter()
     _play(served.engine, sequences, [start + at_s for at_s in load.arrivals_s()])
-    seconds = max(s.token_times_s[-1] for s in sequences) - start
+    seconds = max(s.times.tokens_s[-1] for s in sequences) - start
     found = [
         Answered(
-            s.arrival_s, s.arrival_s, tuple(s.token_times_s), work.prompt_tokens, work.output_tokens
+            t.arrival_s, t.arrival_s, tuple(t.tokens_s), work.prompt_tokens, work.output_tokens
         )
-        for s in sequences
+        for t in (sequence.times for sequence in sequences)
     ]
     metrics = {"metrics": served.engine.metrics.as_dict()}
     return summary(served.llm.info.name, load, found, seconds) | metrics
@@ -182,9 +182,9 @@ def _parts(served: Served, prompts: list[list[int]]) -> float:
     first_s = served.run([served.sequence(prompt, 1) for prompt in prompts])
     sequences = [served.sequence(prompt, output_tokens) for prompt in prompts]
     served.run(sequences)  # their prompts are cached: what counts comes after
-    started = max(s.token_times_s[0] for s in sequences)
-    after = sum(t > started for s in sequences for t in s.token_times_s)
-    decode_s = max(s.token_times_s[-1] for s in sequences) - started
+    started = max(s.times.tokens_s[0] for s in sequences)
+    after = sum(t > started for s in sequences for t in s.times.tokens_s)
+    decode_s = max(s.times.tokens_s[-1] for s in sequences) - started
     each_s = decode_s / after if after else 0.0
     return len(prompts) * output_tokens / (first_s + each_s * len(prompts) * (output_tokens - 1))
 

@@ -130,7 +130,7 @@ class BlockManager:
             new_tokens: the most tokens written between two calls of `free_out_of_window`.
         """
         needed = self._most_blocks(sequence.longest, new_tokens)
-        count = len(sequence.siblings)
+        count = len(sequence.schedule.siblings)
         return all(count * n < pool.num_blocks for n, pool in zip(needed, self.pools, strict=True))
 
     def _most_blocks(self, num_tokens: int, new_tokens: int) -> list[int]:
@@ -185,48 +185,50 @@ class BlockManager:
 
     def hashes(self, sequence: Sequence, count: int) -> list[bytes]:
         """Of the first `count` blocks: each of its tokens, all before them and the cache salt."""
-        known, size = sequence.block_hashes, self.block_size
+        known, size = sequence.kv.block_hashes, self.block_size
         while len(known) < count:
-            parent = known[-1] if known else _salted(sequence.cache_salt)
+            parent = known[-1] if known else _salted(sequence.kv.cache_salt)
             tokens = array("i", sequence.tokens[len(known) * size : (len(known) + 1) * size])
             known.append(_digest(parent + tokens.tobytes(), b"rooflax block"))
         return known[:count]
 
     def admit(self, sequence: Sequence, num_cached: int) -> None:
         """Shares the blocks of the first `num_cached` tokens with the sequence."""
-        sequence.block_tables, sequence.first_positions = [], []
-        sequence.tables_version += 1
+        kv = sequence.kv
+        kv.block_tables, kv.first_positions = [], []
+        kv.version += 1
         for group, pool in enumerate(self.pools):
             blocks = self._cached_blocks(sequence, group, num_cached)
             for block in blocks:
                 pool.share(block)
             first = num_cached - len(blocks) * self.block_size
-            sequence.block_tables.append(blocks)
-            sequence.first_positions.append(0 if group == self._state else first)
+            kv.block_tables.append(blocks)
+            kv.first_positions.append(0 if group == self._state else first)
         sequence.num_computed_tokens = num_cached
-        sequence.num_published_blocks = num_cached // self.block_size
-        sequence.num_writable_tokens = num_cached
+        kv.num_published_blocks = num_cached // self.block_size
+        kv.num_writable_tokens = num_cached
 
     def free_out_of_window(self, sequence: Sequence) -> None:
         """Releases what the next query, at `num_computed_tokens`, cannot see."""
+        kv = sequence.kv
         for group, window in self._windowed:
             assert window is not None
-            table = sequence.block_tables[group]
+            table = kv.block_tables[group]
             first_visible = sequence.num_computed_tokens - window + 1
-            while table and sequence.first_positions[group] + self.block_size <= first_visible:
+            while table and kv.first_positions[group] + self.block_size <= first_visible:
                 self.pools[group].release(table.pop(0))
-                sequence.first_positions[group] += self.block_size
-                sequence.tables_version += 1
+                kv.first_positions[group] += self.block_size
+                kv.version += 1
 
     def holds(self, sequence: Sequence, up_to: int) -> bool:
         """Whether the sequence can write its tokens below `up_to` into blocks that it has."""
-        return up_to <= sequence.num_writable_tokens
+        return up_to <= sequence.kv.num_writable_tokens
 
     def missing(self, sequence: Sequence, up_to: int) -> list[int]:
         """Per group, the blocks that the positions below `up_to` still lack."""
         missing = []
         for group, (first, table) in enumerate(
-            zip(sequence.first_positions, sequence.block_tables, strict=True)
+            zip(sequence.kv.first_positions, sequence.kv.block_tables, strict=True)
         ):
             needed = ceil_div(up_to - first, self.block_size)
             needed = self._state_rows if group == self._state else needed
@@ -237,10 +239,11 @@ class BlockManager:
     def _shared_tail(self, sequence: Sequence, group: int) -> int | None:
         """Where in the table the next token's block is, if that exists and others own it too; of
         rows of state, the first, if others may read it."""
+        kv = sequence.kv
         if group == self._state:
-            pool, rows = self.pools[group], sequence.block_tables[group]
+            pool, rows = self.pools[group], kv.block_tables[group]
             return 0 if rows and (pool.ref_count[rows[0]] > 1 or pool.is_known(rows[0])) else None
-        table, first = sequence.block_tables[group], sequence.first_positions[group]
+        table, first = kv.block_tables[group], kv.first_positions[group]
         index = (sequence.num_computed_tokens - first) // self.block_size
         has_others = index < len(table) and self.pools[group].ref_count[table[index]] > 1
         return index if has_others else None
@@ -257,25 +260,26 @@ class BlockManager:
             What must be copied before the next token is written: the block that it goes into, of
             each group in which others own that too.
         """
+        kv = sequence.kv
         copies = []
-        sequence.tables_version += 1
-        for group, (pool, table) in enumerate(zip(self.pools, sequence.block_tables, strict=True)):
+        kv.version += 1
+        for group, (pool, table) in enumerate(zip(self.pools, kv.block_tables, strict=True)):
             tail = self._shared_tail(sequence, group)
             if tail is not None:
                 source, table[tail] = table[tail], self._take(group)
                 pool.release(source)
                 copies.append(BlockCopy(group, source, table[tail]))
         missing = self.missing(sequence, up_to)
-        for group, (table, count) in enumerate(zip(sequence.block_tables, missing, strict=True)):
+        for group, (table, count) in enumerate(zip(kv.block_tables, missing, strict=True)):
             table.extend(self._take(group) for _ in range(count))
         ends = [
             first + self.block_size * len(table)
             for group, (first, table) in enumerate(
-                zip(sequence.first_positions, sequence.block_tables, strict=True)
+                zip(kv.first_positions, kv.block_tables, strict=True)
             )
             if group != self._state
         ]
-        sequence.num_writable_tokens = min(ends, default=up_to)
+        kv.num_writable_tokens = min(ends, default=up_to)
         return copies
 
     def _take(self, group: int) -> int:
@@ -298,16 +302,16 @@ class BlockManager:
         for position in range(first, up_to + 1, grid):
             if not pool.free:
                 break
-            sequence.snapshots.append((position, self._take(self._state)))
-            sequence.tables_version += 1
+            sequence.kv.snapshots.append((position, self._take(self._state)))
+            sequence.kv.version += 1
 
     def keep_state(self, sequence: Sequence, num_tokens: int) -> None:
         """After a step with drafts: goes on from the state after the first of its tokens, as many
         as were accepted."""
         if self._state is not None:
-            rows = sequence.block_tables[self._state]
+            rows = sequence.kv.block_tables[self._state]
             rows[0], rows[num_tokens] = rows[num_tokens], rows[0]
-            sequence.tables_version += 1
+            sequence.kv.version += 1
 
     def fork(self, child: Sequence, parent: Sequence) -> None:
         """The child gives its blocks back and owns the parent's with it, those that hold tokens.
@@ -315,63 +319,66 @@ class BlockManager:
         Neither writes into the last one while the other owns it: `allocate` gives copies out.
         """
         written, tables = parent.num_computed_tokens, []
-        for group, table in enumerate(parent.block_tables):
-            count = ceil_div(written - parent.first_positions[group], self.block_size)
+        for group, table in enumerate(parent.kv.block_tables):
+            count = ceil_div(written - parent.kv.first_positions[group], self.block_size)
             tables.append(table[: 1 if group == self._state else count])
         for pool, table in zip(self.pools, tables, strict=True):
             for block in table:
                 pool.share(block)
         self.deallocate(child)
-        child.block_tables = tables
-        child.first_positions = list(parent.first_positions)
-        child.block_hashes = list(parent.block_hashes)
+        child.kv.block_tables = tables
+        child.kv.first_positions = list(parent.kv.first_positions)
+        child.kv.block_hashes = list(parent.kv.block_hashes)
         child.num_computed_tokens = parent.num_computed_tokens
-        child.num_published_blocks = parent.num_published_blocks
-        child.num_writable_tokens = parent.num_writable_tokens = 0
+        child.kv.num_published_blocks = parent.kv.num_published_blocks
+        child.kv.num_writable_tokens = parent.kv.num_writable_tokens = 0
 
     def publish(self, sequence: Sequence) -> None:
         """Makes the blocks that the last step filled known to other sequences."""
+        kv = sequence.kv
         if not self.prefix_caching:
             return
         if self._state is not None:
             self._publish_snapshots(sequence, self.pools[self._state])
         full = sequence.num_computed_tokens // self.block_size
-        if full == sequence.num_published_blocks:
+        if full == kv.num_published_blocks:
             return
         hashes = self.hashes(sequence, full)
         for pool, window, first, table in zip(
             self.pools,
             self.windows,
-            sequence.first_positions,
-            sequence.block_tables,
+            kv.first_positions,
+            kv.block_tables,
             strict=True,
         ):
             if window == STATE:
                 continue
-            for index in range(sequence.num_published_blocks, full):
+            for index in range(kv.num_published_blocks, full):
                 pool.publish(table[index - first // self.block_size], hashes[index])
-        sequence.num_published_blocks = full
+        kv.num_published_blocks = full
 
     def _publish_snapshots(self, sequence: Sequence, pool: BlockPool) -> None:
         """Those that the last step wrote; the rows are nobody's from then on."""
-        for position, row in sequence.snapshots:
+        for position, row in sequence.kv.snapshots:
             if position <= sequence.num_computed_tokens:
                 pool.publish(row, self.hashes(sequence, position // self.block_size)[-1])
         self._release_snapshots(sequence)
 
     def _release_snapshots(self, sequence: Sequence) -> None:
-        for _, row in sequence.snapshots:
+        kv = sequence.kv
+        for _, row in kv.snapshots:
             assert self._state is not None
             self.pools[self._state].release(row)
-            sequence.tables_version += 1
-        sequence.snapshots = []
+            kv.version += 1
+        kv.snapshots = []
 
     def deallocate(self, sequence: Sequence) -> None:
         """Takes back all blocks of a sequence, the last ones to be reused first."""
+        kv = sequence.kv
         self._release_snapshots(sequence)
-        for pool, table in zip(self.pools, sequence.block_tables, strict=False):
+        for pool, table in zip(self.pools, kv.block_tables, strict=False):
             for block in reversed(table):
                 pool.release(block)
-        sequence.block_tables, sequence.first_positions = [], []
-        sequence.tables_version += 1
-        sequence.num_writable_tokens = 0
+        kv.block_tables, kv.first_positions = [], []
+        kv.version += 1
+        kv.num_writable_tokens = 0

@@ -3,31 +3,53 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple
 
 from rooflax.nn.layout import ceil_div
+
+SMALLEST_STEP = 16
+"""Tokens; steps with prompt chunks are padded to multiples of it, which XLA rounds alike."""
+
+
+class StepKind(StrEnum):
+    """Kinds of device calls, each a step function of its own."""
+
+    DECODE = "decode"
+    """One token per sequence, several times over."""
+    STEP = "step"
+    """A list of tokens, decode rows and prompt chunks together."""
+    SCORED = "scored"
+    """A chunk of one prompt with log-probabilities of every token."""
+    VERIFY = "verify"
+    """Decode rows with lookahead tokens."""
+    DENSE = "dense"
+    """Whole sequences, without a cache."""
+    SCORED_DENSE = "scored dense"
+
+    __hash__ = str.__hash__  # Enum's takes as long as a step's other look-ups together
+
+    @property
+    def is_dense(self) -> bool:
+        return self in (StepKind.DENSE, StepKind.SCORED_DENSE)
 
 
 class Shape(NamedTuple):
     """What one device call is compiled for.
 
     Attributes:
-        kind: "decode" (one token per sequence, several times over), "step" (a list of tokens,
-            decode rows and prompt chunks together), "scored" (a chunk of one prompt with
-            log-probabilities of every token), "verify" (decode rows with lookahead tokens), or
-            "dense" (whole sequences, without a cache).
         sequences: how many.
         tokens: of the list; of each sequence where it is dense.
         context: the most tokens that a sequence may see.
     """
 
-    kind: str
+    kind: StepKind
     sequences: int
     tokens: int
     context: int
 
     def __str__(self) -> str:
-        by_sequence = self.kind in ("decode", "verify")
+        by_sequence = self.kind in (StepKind.DECODE, StepKind.VERIFY)
         size = f"{self.sequences} sequences" if by_sequence else f"{self.tokens} tokens"
         return f"{self.kind} of {size}, context {self.context}"
 
@@ -97,8 +119,8 @@ class Buckets:
         slots = self.decode_rows[-1]
         verify_rows = self.decode_rows if self.lookahead_tokens else ()
         return [
-            *(Shape("step", slots, t, c) for c in self.contexts for t in self.tokens),
-            *(Shape("decode", rows, rows, c) for c in self.contexts for rows in self.decode_rows),
+            *(Shape(StepKind.STEP, slots, t, c) for c in self.contexts for t in self.tokens),
+            *(self.decode(rows, c) for c in self.contexts for rows in self.decode_rows),
             *(self.verify(rows, c) for c in self.contexts for rows in verify_rows),
         ]
 
@@ -107,18 +129,19 @@ class Buckets:
 
     def decode(self, rows: int, context: int) -> Shape:
         rows = self._rows(rows)
-        return Shape("decode", rows, rows, self.context(context))
+        return Shape(StepKind.DECODE, rows, rows, self.context(context))
 
     def verify(self, rows: int, context: int) -> Shape:
         rows = self._rows(rows)
-        return Shape("verify", rows, rows * (1 + self.lookahead_tokens), self.context(context))
+        tokens = rows * (1 + self.lookahead_tokens)
+        return Shape(StepKind.VERIFY, rows, tokens, self.context(context))
 
     def step(self, tokens: int, context: int) -> Shape | None:
         """None where no bucket holds so many tokens."""
         held = next((t for t in self.tokens if t >= tokens), None)
         if held is None:
             return None
-        return Shape("step", self.decode_rows[-1], held, self.context(context))
+        return Shape(StepKind.STEP, self.decode_rows[-1], held, self.context(context))
 
     def _rows(self, needed: int) -> int:
         return next(r for r in self.decode_rows if r >= needed)

@@ -8,35 +8,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import jax
-import numpy as np
 
 from rooflax.engine import exhaustion
-from rooflax.engine.beams import advance, check_beams
 from rooflax.engine.block_manager import BlockManager
-from rooflax.engine.buckets import Buckets
-from rooflax.engine.mask_reuse import MaskReuse
+from rooflax.engine.buckets import Buckets, Shape, StepKind
+from rooflax.engine.features.feature import CallTimes, Feature
+from rooflax.engine.features.registry import FEATURES
+from rooflax.engine.features.speculation import Speculation
 from rooflax.engine.metrics import Metrics
 from rooflax.engine.packing import StepResult, unpack_logprobs
-from rooflax.engine.pooled_steps import take_vector
 from rooflax.engine.request_checks import check_sequence
-from rooflax.engine.runner import SMALLEST_STEP, Call, Compiled, Runner
-from rooflax.engine.scheduler import ScheduledStep, Scheduler
+from rooflax.engine.runner import Call, Compiled, Runner
+from rooflax.engine.scheduler import Scheduler, StepPlan
 from rooflax.engine.sequence import NOT_FINITE, RowError, Sequence, StepOutput, with_siblings
-from rooflax.engine.speculation import Speculation
+from rooflax.engine.step_budget import StepBudget
 from rooflax.errors import EngineError, RequestError, first_line
 from rooflax.models.offloading import AnyModel
 from rooflax.nn.engine_config import EngineConfig
 from rooflax.nn.mesh import shards_of
 from rooflax.ops import accelerator
 
-FIRST_BUDGET = 128
-"""Tokens of a server's steps before any has been timed, and where several processes must agree."""
-FEWEST_TIMED = 32
-"""Tokens of a step from which its time says what a token of a prompt takes."""
-BURST_S = 0.15
-"""Decode steps that fit into this time go into one dispatch: a stream shall look smooth."""
 FAILED = "The request failed at work"
 NOT_ALLOWED = (
     "No token was left to choose, so the request was ended; loosen what it bans or allows, or its "
@@ -52,26 +46,45 @@ class Engine:
             EngineError.
         config: what it leaves open becomes what this model needs.
         speculation: who drafts tokens; None is nobody.
+        features: what else the engine can do.
+
+    Attributes:
+        features: one of each, the speculation first.
     """
 
     def __init__(
-        self, model: AnyModel, config: EngineConfig, speculation: Speculation | None = None
+        self,
+        model: AnyModel,
+        config: EngineConfig,
+        speculation: Speculation | None = None,
+        features: Seq[type[Feature]] = FEATURES,
     ):
         _check_layers(model, config)
         assert speculation is None or config.options.use_cache
-        self.model, self.speculation = model, speculation or Speculation.none()
+        self.model = model
+        self.features = [speculation] if speculation else []
+        self.features += [feature() for feature in features]
+        self._states = {feature.state for feature in self.features}
+        self.has_own_clock = jax.process_count() == 1
         self.config = config.fitted(
             is_causal=model.config.is_causal,
             prefill_chunk=accelerator.prefill_chunk(),
-            num_draft_tokens=self.speculation.longest,
+            num_draft_tokens=max((f.num_lookahead_tokens for f in self.features), default=0),
         )
-        self.runner = Runner(model, self.config)
-        self._token_s: float | None = None  # of a prompt, in a step of many
-        self._mask_reuse, self._last_end_s = MaskReuse(), 0.0
+        self.runner = Runner(model, self.config, **self._step_function())
+        self.step_budget = StepBudget(self.config, has_own_clock=self.has_own_clock)
         self.scheduler = self._new_scheduler()
-        self._set_steps_per_dispatch(BURST_S)
         self.metrics = Metrics()
+        for feature in self.features:
+            feature.core = self
         self.ideal_decode_s: Callable[[int, float], float] | None = None
+
+    def _step_function(self) -> dict[str, Any]:
+        functions = [feature.step_function(self.config) for feature in self.features]
+        function = next(filter(None, functions), {})
+        if self.config.pooler is not None and not function:
+            raise EngineError("The model pools, and the engine was made without pooling.")
+        return function
 
     def _new_blocks(self) -> BlockManager:
         return BlockManager(
@@ -89,40 +102,13 @@ class Engine:
             limit_steps=self._limit_steps,
             worth_running=lambda *counts: self.runner.buckets.worth_running(*counts),
         )
-        scheduler.token_budget = self._token_budget()
+        self.step_budget.start(scheduler)
         return scheduler
 
     def _limit_steps(self, decodes: list[Sequence], most: int) -> int:
-        """How many of at most so many decode steps a dispatch should run."""
-        if any(s.num_candidates is not None for s in decodes):
-            return 1  # the host chooses every token
-        if self.model.config.groups.state is not None and any(s.constraint for s in decodes):
-            return 1  # a state does not go back where a token is discarded
-        if self.runner.masks.exchanges or all(s.constraint is None for s in decodes):
-            return most
-        if jax.process_count() > 1:  # all must choose alike, and clocks differ
-            return 1
-        return self._mask_reuse.num_steps(decodes, most)
-
-    def _token_budget(self) -> int:
-        """What a step may run: all that is allowed, or what takes at most `step_s`."""
-        if self.config.step_s is None:
-            return self.config.max_tokens_per_step
-        fitting = FIRST_BUDGET
-        if self._token_s is not None and jax.process_count() == 1:
-            fitting = int(self.config.step_s / self._token_s)
-        least = max(
-            self.config.max_num_seqs + SMALLEST_STEP, FEWEST_TIMED
-        )  # so that steps are timed
-        return min(max(fitting, least), self.config.max_tokens_per_step)
-
-    def _time_tokens(self, num_tokens: int, seconds: float) -> None:
-        """Learns from a step what a token of a prompt takes, and how many a step may have."""
-        if self.config.step_s is None or num_tokens < FEWEST_TIMED:
-            return
-        each = seconds / num_tokens
-        self._token_s = each if self._token_s is None else (self._token_s + each) / 2
-        self.scheduler.token_budget = self._token_budget()
+        for feature in self.features:
+            most = feature.limit_steps(decodes, most)
+        return most
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -136,12 +122,13 @@ class Engine:
         """
         for sequence in sequences:
             check_sequence(sequence, self.model.config.num_ids, self.config.max_model_len + 1)
-            beams = len(sequence.siblings)
-            if beams > 1:
-                vocab_size = self.model.config.vocab_size
-                check_beams(
-                    sequence.params, sequence.stop_ids, vocab_size, self.config.max_num_seqs
+            missing = next((s.feature for s in sequence.features if s not in self._states), None)
+            if missing is not None:
+                raise RequestError(
+                    f"The request needs {missing}, and the engine was made without it."
                 )
+            for feature in self.features:
+                feature.check(sequence, self.model.config.vocab_size, self.config.max_num_seqs)
             if sequence.longest > self.config.max_model_len + 1:  # the last one is not run
                 raise RequestError(
                     f"The request may come to hold {sequence.longest} tokens and the context holds "
@@ -149,8 +136,9 @@ class Engine:
                     param="max_tokens",
                 )
             if not self.scheduler.can_ever_run(sequence):
+                longest = len(sequence.schedule.siblings) * sequence.longest
                 raise RequestError(
-                    f"The request may come to hold {beams * sequence.longest} tokens, which the KV "
+                    f"The request may come to hold {longest} tokens, which the KV "
                     f"cache of {self.runner.num_blocks} blocks of "
                     f"{accelerator.block_size()} cannot; lower max_tokens.",
                     param="max_tokens",
@@ -175,8 +163,7 @@ class Engine:
         if not is_checked:
             self.check(sequences)
         for sequence in with_siblings(sequences):
-            assert sequence.constraint is not None or sequence.params.structured_output is None
-            sequence.arrival_s = time.perf_counter() if arrival_s is None else arrival_s
+            sequence.times.arrival_s = time.perf_counter() if arrival_s is None else arrival_s
             self.scheduler.add(sequence)
 
     def abort(self, sequence: Sequence, reason: str = "abort") -> None:
@@ -186,15 +173,10 @@ class Engine:
         Args:
             reason: its finish_reason.
         """
-        open_ = [sibling for sibling in sequence.siblings if not sibling.is_finished]
+        open_ = [sibling for sibling in sequence.schedule.siblings if not sibling.is_finished]
         self.scheduler.abort(sequence, reason)
-        self._count_finished(open_, time.perf_counter())
+        self.metrics.finished_all(open_, time.perf_counter())
         self._set_gauges()
-
-    def _count_finished(self, sequences: list[Sequence], now_s: float) -> None:
-        for sequence in sequences:
-            if sequence.is_finished:
-                self.metrics.finished(sequence, now_s)
 
     def warm_up(self, sequences: Seq[Sequence]) -> None:
         """Compiles everything these sequences will need."""
@@ -204,13 +186,14 @@ class Engine:
     def warm_up_prefill(self, sequences: Seq[Sequence]) -> None:
         """Compiles what these sequences need up to their first tokens."""
         blocks = self.scheduler.blocks
-        sequences = [sequence for sequence in sequences if not sequence.awaits_fork]
+        sequences = [sequence for sequence in sequences if not sequence.schedule.awaits_fork]
         self.runner.warm_up_prefill(sequences, [blocks.num_cached(s) for s in sequences])
 
     def warm_up_decode(self) -> None:
         """Compiles the rest of what the sequences of `warm_up_prefill` need."""
         self.runner.warm_up_decode()
-        self.speculation.warm_up()
+        for feature in self.features:
+            feature.warm_up(lambda _: None)
 
     @property
     def decodes_next(self) -> bool:
@@ -226,8 +209,10 @@ class Engine:
         Returns:
             The warm-up report: every program, its seconds, and whether the persistent cache had it.
         """
-        found = self.runner.warm_up_all(self.server_buckets(), report)
-        return found + self.speculation.warm_up_all(report)
+        compiled = self.runner.warm_up_all(self.server_buckets(), report)
+        for feature in self.features:
+            compiled += feature.warm_up(report)
+        return compiled
 
     def server_buckets(self) -> Buckets:
         """Shapes for any mixture of requests."""
@@ -241,19 +226,16 @@ class Engine:
             lists=self.runner.num_data_shards,
         )
 
-    def forget_all(self) -> list[Sequence]:
-        """Lets go of every sequence that waits or runs, and says which."""
-        lost = [*self.scheduler.running, *self.scheduler.waiting]
+    def forget_all(self) -> None:
+        """Lets go of every sequence that waits or runs."""
         self.scheduler = self._new_scheduler()
-        self._set_steps_per_dispatch(BURST_S)
         self._set_gauges()
-        return lost
 
     def reset(self) -> None:
-        """An empty cache, after a failure of the device; nobody may be running."""
-        assert not self.has_unfinished
+        """An empty cache, after a failure of the device; no sequence may have blocks."""
         self.runner.reset()
-        self.speculation.reset()
+        for feature in self.features:
+            feature.reset()
 
     def temporary_bytes(self) -> int:
         """Device memory for intermediates of the largest program; 0 when nothing is jitted.
@@ -270,82 +252,76 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Runs one scheduled step; what each sequence got."""
         begun_s = time.perf_counter()
-        step = self.scheduler.schedule()
-        if step is None:
+        plan = self.scheduler.plan()
+        if plan is None:
             return []
         try:
-            return self._run(step, begun_s)
+            return self._run(plan, begun_s)
         except Exception as error:
             if exhaustion.is_exhausted(error):
                 raise EngineError(self._why_exhausted(error)) from error
             raise
 
     def _why_exhausted(self, error: Exception) -> str:
-        held = {"kv_cache": self.kv_cache_bytes, "drafter": self.speculation.num_bytes}
+        held = {"kv_cache": self.kv_cache_bytes, "drafter": sum(f.num_bytes for f in self.features)}
         return exhaustion.sentence(error, self.model, self.config, **held)
 
-    def _run(self, step: ScheduledStep, step_s: float) -> list[StepOutput]:
+    def _run(self, plan: StepPlan, step_s: float) -> list[StepOutput]:
+        """Runs the device calls of a plan, each followed by its features and tokens; a fault of a
+        call ends no more than its own sequences, where the engine isolates faults."""
         outputs: list[StepOutput] = []
         try:
-            if step.copies:
-                self.runner.copy(step.copies)
+            if plan.copies:
+                self.runner.copy(plan.copies)
             start_s = time.perf_counter()
-            drafts = self._drafts(step)
-            calls = self.runner.calls(step, drafts)
+            for feature in self.features:
+                plan = feature.before_step(plan)
+            calls = self.runner.calls(plan)
         except BaseException as error:
-            if not self._isolates(error):
+            if not self.isolates(error):
                 raise
-            outputs += self._run_apart(step.sequences, error)
+            outputs += self._run_apart(plan.sequences, error)
             self._start_again()
             return outputs
-        if not drafts:
+        if not plan.lookahead:
             start_s = time.perf_counter()
         for call in calls:
             try:
-                if not self.runner.is_warm(call) and not self.runner.is_fully_warm:
-                    start_s += self._warm_untimed(call)
+                if not self.runner.is_warm(call.shape) and not self.runner.is_fully_warm:
+                    start_s += self._warm_untimed(call.shape)
                 begun_s = time.perf_counter()
-                result = self.runner.run(call, step.num_steps)
+                result = self.runner.run(call, plan.num_steps)
             except RowError as fault:  # of one row, before anything ran
                 outputs += self._end_row(fault.sequence, fault.error)
                 continue
             except BaseException as error:
-                if not self._isolates(error):
+                if not self.isolates(error):
                     raise
                 outputs += self._run_apart(call.sequences, error)
                 if self.runner.lost_state:
                     self._start_again()
                     break
                 continue
-            now_s = time.perf_counter()
-            self._watch_call(call, result, now_s - start_s)
-            self._set_steps_per_dispatch((now_s - start_s) / result.num_steps)
-            self._count_call(call, result.num_steps, now_s - step_s)
-            step_s = now_s
-            if call.shape.kind == "decode":
-                gap_s = begun_s - self._last_end_s
-                self._mask_reuse.observe(gap_s, result.num_steps, now_s - begun_s)
-            self._last_end_s = now_s
-            if call.shape.kind == "step":
-                self._time_tokens(sum(call.counts), now_s - start_s)
-            outputs += self._take(call, result, now_s)
-            start_s = now_s
-        self.scheduler.finish_step(step)
-        outputs += self._step_beams(step)
-        self.metrics.step(step.num_tokens)
+            times = CallTimes(step_s, start_s, begun_s, time.perf_counter())
+            outputs += self._apply(call, result, times)
+            step_s = start_s = times.ended_s
+        self.scheduler.finish_step(plan)
+        for feature in self.features:
+            outputs += feature.after_step(plan)
+        self.metrics.step(plan.num_tokens)
         self._set_gauges()
         return outputs
 
     def _count_call(self, call: Call, num_steps: int, seconds: float) -> None:
         shape, rows = call.shape, len(call.sequences)
         run = sum(call.counts) + sum(map(len, call.lookahead or ()))
-        made_for = shape.tokens * (shape.sequences if shape.kind == "dense" else 1)
+        made_for = shape.tokens * (shape.sequences if shape.kind is StepKind.DENSE else 1)
         self.metrics.called(num_steps * run, num_steps * made_for, seconds / num_steps)
-        if shape.kind in ("decode", "verify") and self.ideal_decode_s is not None:
+        if shape.kind in (StepKind.DECODE, StepKind.VERIFY) and self.ideal_decode_s is not None:
             context = sum(sequence.num_tokens for sequence in call.sequences) / rows
             self.metrics.decoded(seconds, num_steps * self.ideal_decode_s(rows, context))
 
-    def _isolates(self, error: BaseException) -> bool:
+    def isolates(self, error: BaseException) -> bool:
         """Whether a fault ends its requests alone; a library's panic is no Exception."""
         return self.config.isolates_faults and not isinstance(error, KeyboardInterrupt | SystemExit)
 
@@ -354,13 +330,13 @@ class Engine:
         why = f"{FAILED}: {first_line(error)}"
         if isinstance(error, Exception) and exhaustion.is_exhausted(error):
             why = self._why_exhausted(error)
-        return self._fail(sequence, why, time.perf_counter())
+        return self.fail(sequence, why, time.perf_counter())
 
-    def _fail(self, sequence: Sequence, why: str, now_s: float) -> list[StepOutput]:
+    def fail(self, sequence: Sequence, why: str, now_s: float) -> list[StepOutput]:
         """Ends a sequence and its siblings with an error."""
-        ended = [sibling for sibling in sequence.siblings if not sibling.is_finished]
-        self.scheduler.fail(sequence, why)
-        self._count_finished(ended, now_s)
+        ended = [sibling for sibling in sequence.schedule.siblings if not sibling.is_finished]
+        self.scheduler.abort(sequence, "error", why)
+        self.metrics.finished_all(ended, now_s)
         return [sibling.output_since(sibling.num_output_tokens) for sibling in ended]
 
     def _run_apart(self, sequences: list[Sequence], error: BaseException) -> list[StepOutput]:
@@ -368,101 +344,49 @@ class Engine:
         apart once, and those that fail again end."""
         outputs: list[StepOutput] = []
         for sequence in sequences:
-            if sequence.is_suspect and not sequence.is_finished:
+            if sequence.schedule.is_suspect and not sequence.is_finished:
                 outputs += self._end_row(sequence, error)
-        self.scheduler.suspect([s for s in sequences if s.slot is not None])
+        self.scheduler.suspect([s for s in sequences if s.schedule.slot is not None])
         return outputs
 
     def _start_again(self) -> None:
         """With an empty cache, after a step that took it with it: everybody is computed again."""
         self.scheduler.forget_blocks(self._new_blocks())
-        self.runner.reset()
-        self.speculation.reset()
+        self.reset()
 
-    def _warm_untimed(self, call: Call) -> float:
-        """Compiles what a call needs, outside all timings; the seconds it took."""
+    def restart(self, sequence: Sequence) -> None:
+        """Requeues a sequence whose K and V must not stay: they may be what is not finite."""
+        self.runner.clear(sequence)
+        self.scheduler.preempt(sequence)
+
+    def _warm_untimed(self, shape: Shape) -> float:
+        """Compiles a shape, outside all timings; the seconds it took."""
         started = time.perf_counter()
-        self.runner.warm(call)
+        self.runner.warm(shape)
         seconds = time.perf_counter() - started
         for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
             sequence.pause(seconds)
         return seconds
 
-    def _drafts(self, step: ScheduledStep) -> list[list[int]]:
-        """For each decode row, or none at all, as beside prompts and rows of which the host must
-        see every token."""
-        rows = step.decodes
-        if step.prefills or any(s.constraint or s.num_candidates is not None for s in rows):
-            return []
-        try:
-            return self.speculation.propose(rows, step.room - 1)
-        except BaseException as error:
-            if not self._isolates(error):
-                raise
-            self.speculation.reset()  # a drafter's fault costs drafts
-            return []
-
-    def _watch_call(self, call: Call, result: StepResult, seconds: float) -> None:
-        """Tells the speculation what a call took, and what came of its drafts."""
-        rows = len(call.sequences)
-        if call.lookahead is None:
-            if call.shape.kind == "decode":
-                self.speculation.decoded(rows, result.num_steps, seconds)
-            return
-        num_accepted = 0
-        for row, (sequence, draft) in enumerate(zip(call.sequences, call.lookahead, strict=True)):
-            accepted = result.num_tokens(row) - 1
-            sequence.num_draft_tokens += len(draft)
-            sequence.num_accepted_tokens += accepted
-            num_accepted += accepted
-        num_drafts = sum(map(len, call.lookahead))
-        self.speculation.verified(rows, num_drafts, num_accepted, seconds)
-        self.metrics.num_draft_tokens += num_drafts
-        self.metrics.num_accepted_tokens += num_accepted
-
-    def _step_beams(self, step: ScheduledStep) -> list[StepOutput]:
-        """Ends the searches of which a beam failed, and lets those go on of which all have run."""
-        now_s, outputs = time.perf_counter(), []
-        for sequence in step.sequences:
-            if sequence.finish_reason == "error" and len(sequence.siblings) > 1:
-                outputs += self._fail(sequence, sequence.error or FAILED, now_s)
-        for group in advance(self.scheduler, now_s):
-            self.metrics.token(group.members[0], now_s)
-            ended = [member for member in group.members if member.is_finished]
-            self._count_finished(ended, now_s)
-            outputs += [member.output_since(0) for member in ended]
-        return outputs
-
-    def _set_steps_per_dispatch(self, step_s: float) -> None:
-        """Chooses the steps of the next dispatch, if the caller did not.
-
-        Args:
-            step_s: of the last decode step, or of a prefill, which takes no less.
-        """
-        if self.config.options.decode_steps is None and self.config.options.use_cache:
-            fitting = int(BURST_S / max(step_s, 1e-6))
-            if jax.process_count() > 1:  # all must choose alike, and clocks differ
-                fitting = self.config.decode_steps
-            fitting = min(fitting, self.speculation.most_steps or fitting)
-            self.scheduler.steps_per_dispatch = min(max(fitting, 1), self.config.decode_steps)
-
-    def _take(self, call: Call, result: StepResult, now_s: float) -> list[StepOutput]:
+    def _apply(self, call: Call, result: StepResult, times: CallTimes) -> list[StepOutput]:
         """Appends the tokens of a call, and ends the sequences that are done."""
-        outputs = []
-        for row, sequence in enumerate(call.sequences):
-            if call.lookahead and call.lookahead[row] and not result.is_finite(0, row):
-                self._start_over(sequence)
-                continue
+        outputs, now_s = [], times.ended_s
+        self.step_budget.after_call(
+            self.scheduler, call, result.num_steps, now_s - times.prepared_s
+        )
+        self._count_call(call, result.num_steps, now_s - times.scheduled_s)
+        for feature in self.features:
+            feature.after_call(call, result, times)
+        for row, (sequence, count) in enumerate(zip(call.sequences, call.counts, strict=True)):
+            if sequence.schedule.slot is None:
+                continue  # a feature restarted it
             if result.scores is not None:
-                _take_scores(sequence, result, call.counts[row])
-            if self.config.pooler is not None and result.vectors is not None:
-                take_vector(self.config.pooler, sequence, result.vectors[row], call.counts[row])
-            if call.lookahead and result.num_tokens(row) <= len(call.lookahead[row]):
-                self.scheduler.blocks.keep_state(sequence, result.num_tokens(row))
-            sequence.num_computed_tokens += call.counts[row]
+                _take_scores(sequence, result, count)
+            sequence.num_computed_tokens += count
             uncomputed, before = sequence.num_uncomputed_tokens, sequence.num_output_tokens
-            sequence.num_uncounted = min(sequence.num_uncounted, uncomputed)
-            sequence.num_discarded = 0
+            sampler = sequence.sampler
+            sampler.num_uncounted = min(sampler.num_uncounted, uncomputed)
+            sampler.num_discarded = 0
             if uncomputed == 0 or not result.is_finite(0, row):
                 try:
                     self._take_tokens(sequence, result, row, now_s)
@@ -470,61 +394,59 @@ class Engine:
                     raise
                 except BaseException as error:  # a library's panic is no Exception
                     sequence.finish("error", f"{FAILED}: {first_line(error)}")
-                sequence.is_suspect = False
+                sequence.schedule.is_suspect = False
             if sequence.is_finished:
                 self.metrics.finished(sequence, now_s)
             if sequence.is_finished or sequence.num_output_tokens > before:
                 outputs.append(sequence.output_since(before))
         return outputs
 
-    def _start_over(self, sequence: Sequence) -> None:
-        """Without drafts, which may be what is not finite; their K and V must not stay."""
-        self.speculation.leave_out(sequence)
-        self.runner.clear(sequence)
-        self.scheduler.preempt(sequence)
-
     def _take_tokens(self, sequence: Sequence, result: StepResult, row: int, now_s: float) -> None:
-        sent = sequence.constraint.mask if sequence.constraint and result.reuses_masks else None
+        params, sampler = sequence.params, sequence.sampler
         for index in range(result.num_tokens(row)):
             if not result.is_finite(index, row):
                 sequence.finish("error", NOT_FINITE)
                 self.runner.clear(sequence)
                 return
-            if result.vectors is not None:
-                sequence.finish("stop")
+            if sequence.is_finished:  # by a feature
                 return
             if not result.is_allowed(index, row):
                 sequence.finish("error", NOT_ALLOWED)
                 return
             if index:
                 sequence.num_computed_tokens += 1
-            if sequence.num_candidates is not None:
-                sequence.candidates = result.logprobs(index, row, sequence.num_candidates).top
+            if sampler.num_candidates is not None:
+                sampler.candidates = result.logprobs(index, row, sampler.num_candidates).top
                 return
-            if sequence.params.logprobs is not None:
-                sequence.logprobs.append(result.logprobs(index, row, sequence.params.logprobs))
-            self.metrics.token(sequence, now_s)
-            sequence.append(result.token(index, row), now_s)
+            if params.logprobs is not None:
+                sampler.logprobs.append(result.logprobs(index, row, params.logprobs))
+            stands = self._append(sequence, result.token(index, row), now_s, result)
             if sequence.is_finished:
                 return
-            if sent is not None and not self._stays(sequence, sent):
+            if not stands:
                 rest = range(index + 1, result.num_tokens(row))
-                sequence.num_discarded = len(rest)  # they are run again
+                sampler.num_discarded = len(rest)  # they are run again
                 if not all(result.is_finite(i, row) for i in rest):
-                    self._start_over(sequence)
+                    self.restart(sequence)
                 break
-        while sequence.constraint and (token := sequence.forced_token) is not None:
-            # runs with the next step
-            self.metrics.token(sequence, now_s)
-            sequence.append(token, now_s)
-            sequence.num_uncounted += 1
+        if sequence.features:
+            for feature in self.features:
+                while (token := feature.forced_token(sequence)) is not None:
+                    self._append(sequence, token, now_s, None)
+                    sampler.num_uncounted += 1
 
-    def _stays(self, sequence: Sequence, sent: np.ndarray) -> bool:
-        """Whether a constraint's mask is still the one that the steps ran with."""
-        assert sequence.constraint is not None
-        stays = np.array_equal(sequence.constraint.mask, sent)
-        self._mask_reuse.watch(sequence, stays)
-        return stays
+    def _append(
+        self, sequence: Sequence, token: int, now_s: float, result: StepResult | None
+    ) -> bool:
+        """Appends a token; whether those that its call computed after it count."""
+        self.metrics.token(sequence, now_s)
+        sequence.append(token, now_s)
+        if not sequence.features:
+            return True
+        stands = True
+        for feature in self.features:
+            stands &= feature.after_token(sequence, result)
+        return stands
 
     def _set_gauges(self) -> None:
         scheduler, metrics = self.scheduler, self.metrics
@@ -559,6 +481,6 @@ def _take_scores(sequence: Sequence, result: StepResult, count: int) -> None:
     assert result.scores is not None
     for index in range(count):
         position = sequence.num_computed_tokens + index
-        if len(sequence.prompt_logprobs) == position < sequence.num_prompt_tokens - 1:
+        if len(sequence.sampler.prompt_logprobs) == position < sequence.num_prompt_tokens - 1:
             scores = unpack_logprobs(result.scores[index], wanted)
-            sequence.prompt_logprobs.append(scores)
+            sequence.sampler.prompt_logprobs.append(scores)

@@ -40,13 +40,18 @@ class Masks:
         """
         is_constrained = False
         for sequence, count in zip(sequences, counts, strict=True):
-            if sequence.constraint is not None and count == sequence.num_uncomputed_tokens:
+            constraint = sequence.sampler.constraint
+            if constraint is not None and count == sequence.num_uncomputed_tokens:
                 with fault_of(sequence):
-                    mask, row = sequence.constraint.mask, self._words[sequence.slot]
+                    mask, row = constraint.mask, self._words[sequence.schedule.slot]
                     row[: mask.size] = mask
                     row[mask.size :] = 0
                 is_constrained = True
         return self._words.copy() if is_constrained else None
+
+    def is_sent(self, slot: int | None, mask: np.ndarray) -> bool:
+        """Whether this is the mask of a slot that the last step ran with."""
+        return np.array_equal(mask, self._words[slot][: mask.size])
 
     @contextmanager
     def during(self, sequences: list[Sequence], num_steps: int) -> Iterator[int]:
@@ -60,9 +65,9 @@ class Masks:
             assert library is not None
             self._exchange = MaskExchange(library, self._words.shape)
         rows = [
-            ConstrainedRow(row, s.slot, s.constraint)
+            ConstrainedRow(row, s.schedule.slot, s.sampler.constraint)
             for row, s in enumerate(sequences)
-            if s.constraint is not None and s.slot is not None
+            if s.sampler.constraint is not None and s.schedule.slot is not None
         ]
         with self._exchange.serving(rows, num_steps):
             yield self._exchange.number

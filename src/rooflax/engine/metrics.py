@@ -112,12 +112,12 @@ class Metrics:
     def token(self, sequence: Sequence, now_s: float) -> None:
         """A token of the sequence is about to be appended."""
         self.num_generated_tokens += 1
-        if sequence.token_times_s:
-            self.itl_s.observe(now_s - sequence.token_times_s[-1])
+        if sequence.times.tokens_s:
+            self.itl_s.observe(now_s - sequence.times.tokens_s[-1])
         else:
-            self.ttft_s.observe(now_s - sequence.arrival_s)
+            self.ttft_s.observe(now_s - sequence.times.arrival_s)
             self.num_prompt_tokens += sequence.num_prompt_tokens
-            self.num_cached_tokens += sequence.num_cached_tokens or 0
+            self.num_cached_tokens += sequence.kv.num_cached_tokens or 0
 
     def called(self, num_tokens: int, num_program_tokens: int, step_s: float) -> None:
         """A program of so many tokens ran, some of which are padding."""
@@ -145,12 +145,12 @@ class Metrics:
         self.num_finished = {
             **self.num_finished, reason: self.num_finished.get(reason, 0) + 1
         }  # fmt: skip
-        times, admitted_s = sequence.token_times_s, sequence.admitted_s
+        times, admitted_s = sequence.times.tokens_s, sequence.times.admitted_s
         if reason not in ("stop", "length") or not times or admitted_s is None:
             return
         count = sequence.num_output_tokens
-        self.e2e_s.observe(now_s - sequence.arrival_s)
-        self.queue_s.observe(admitted_s - sequence.arrival_s)
+        self.e2e_s.observe(now_s - sequence.times.arrival_s)
+        self.queue_s.observe(admitted_s - sequence.times.arrival_s)
         self.prefill_s.observe(times[0] - admitted_s)
         self.decode_s.observe(times[-1] - times[0])
         self.inference_s.observe(times[-1] - admitted_s)
@@ -161,6 +161,12 @@ class Metrics:
         self.max_tokens.observe(sequence.max_tokens)
         if sequence.sample_index == 0:
             self.samples.observe(sequence.params.n)
+
+    def finished_all(self, sequences: list[Sequence], now_s: float) -> None:
+        """As `finished`, of those that have."""
+        for sequence in sequences:
+            if sequence.is_finished:
+                self.finished(sequence, now_s)
 
     def as_dict(self) -> dict[str, Any]:
         """A copy made of numbers, lists and dicts."""

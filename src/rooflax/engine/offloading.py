@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rooflax.engine import packing
+from rooflax.engine.buckets import StepKind
 from rooflax.engine.steps import StepFunctions, StepInput
 from rooflax.models.offloading import AnyModel, OffloadedModel
 from rooflax.nn.batch import Batch
@@ -39,8 +40,8 @@ class OffloadedFunctions:
 
     def __init__(self, options: ExecutionOptions, **run: Any):
         self._whole = whole = StepFunctions(options, None, max_steps=1, **run)
-        self.step = self.dense = self.decode = self._by_layer(whole.step)
-        self.scored, self.verify = self._by_layer(whole.scored), self._by_layer(whole.verify)
+        one_step = whole.by_kind | {StepKind.DECODE: whole.by_kind[StepKind.STEP]}
+        self.by_kind: dict[StepKind, Any] = {k: self._by_layer(f) for k, f in one_step.items()}
         self.score, self.logits = self._by_layer(whole.score), self._by_layer(whole.logits)
         self.assign_slot, self.copy = whole.assign_slot, whole.copy
 

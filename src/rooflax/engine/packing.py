@@ -128,9 +128,10 @@ class Writer:
         total = count + len(lookahead)
         samples = start + count >= sequence.num_tokens
         following = 0 if samples else sequence.tokens[start + count]
-        uncounted = max(0, start + count + sequence.num_uncounted - sequence.num_tokens)
-        columns = [sequence.slot, start, self._ends[part], total, samples, following, uncounted]
-        columns.append(sequence.num_discarded)
+        slot, sampler = sequence.schedule.slot, sequence.sampler
+        uncounted = max(0, start + count + sampler.num_uncounted - sequence.num_tokens)
+        columns = [slot, start, self._ends[part], total, samples, following, uncounted]
+        columns.append(sampler.num_discarded)
         columns += _tables(sequence, layout)
         self._written[index] = columns
         tokens = self._tokens[index] if layout.dense else self._tokens
@@ -167,12 +168,12 @@ class DecodeWriter:
         """The array; a copy, because a device may read it while the next one is written."""
         rows, count = self._rows, len(sequences)
         self._header[:] = num_steps, count, exchange
-        known = [(sequence, sequence.tables_version) for sequence in sequences]
+        known = [(sequence, sequence.kv.version) for sequence in sequences]
         if known != self._known:
             self._write_tables(known)
         rows[:count, POSITION] = [s.num_computed_tokens for s in sequences]
-        rows[:count, UNCOUNTED] = [s.num_uncounted for s in sequences]
-        rows[:count, DISCARDED] = [s.num_discarded for s in sequences]
+        rows[:count, UNCOUNTED] = [s.sampler.num_uncounted for s in sequences]
+        rows[:count, DISCARDED] = [s.sampler.num_discarded for s in sequences]
         self._tokens[:count] = [s.tokens[-1] for s in sequences]
         return self._packed.copy()
 
@@ -181,7 +182,7 @@ class DecodeWriter:
         count, before = len(known), len(self._known)
         for index, (sequence, _) in enumerate(known):
             if index >= before or self._known[index] != known[index]:
-                columns = [sequence.slot, 0, index, 1, True, 0, 0, 0]
+                columns = [sequence.schedule.slot, 0, index, 1, True, 0, 0, 0]
                 self._rows[index] = columns + _tables(sequence, self.layout)
         self._rows[count:before] = self._empty.rows[count:before]
         self._tokens[count:before] = 0
@@ -192,11 +193,11 @@ def _tables(sequence: Sequence, layout: Layout) -> list[int]:
     """The columns from FIRST on."""
     if not layout.tables:
         return []
-    columns = list(sequence.first_positions)
+    columns = list(sequence.kv.first_positions)
     for group, length in enumerate(layout.tables):
-        blocks = sequence.block_tables[group]
+        blocks = sequence.kv.block_tables[group]
         if group == layout.state and layout.state_grid > 1:
-            blocks = [blocks[0], *(row for _, row in sequence.snapshots)]
+            blocks = [blocks[0], *(row for _, row in sequence.kv.snapshots)]
         # a sequence may hold blocks for more steps than this one
         columns += blocks[:length]
         columns += [0] * (length - len(blocks))
@@ -205,15 +206,15 @@ def _tables(sequence: Sequence, layout: Layout) -> list[int]:
 
 def write_params(row: np.ndarray, sequence: Sequence) -> None:
     """What a sequence wants of the sampler, in the columns of one slot."""
-    params = sequence.params
+    params, sampler = sequence.params, sequence.sampler
     given: dict[str, Any] = {name: getattr(params, name, None) for name in columns.SCALARS}
     given["sample_index"] = sequence.sample_index
     given["num_logprobs"] = -1 if params.logprobs is None else params.logprobs
-    given["scores_adjusted"] = sequence.num_candidates is not None
-    if sequence.num_candidates is not None:
-        given["num_logprobs"] = sequence.num_candidates
+    given["scores_adjusted"] = sampler.num_candidates is not None
+    if sampler.num_candidates is not None:
+        given["num_logprobs"] = sampler.num_candidates
     given["min_position"] = sequence.num_prompt_tokens + params.min_tokens
-    given["is_masked"] = sequence.constraint is not None
+    given["is_masked"] = sampler.constraint is not None
     bias = {**params.logit_bias, **dict.fromkeys(params.banned_token_ids, -np.inf)}
     known = sorted(sequence.stop_ids)[:MAX_STOP_IDS]
     columns.write(row, given, bias, params.allowed_token_ids, known)

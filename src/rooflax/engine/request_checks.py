@@ -27,7 +27,7 @@ def check_sequence(sequence: Sequence, vocab_size: int, max_tokens: int) -> None
     """
     check_prompt(sequence.prompt_tokens, vocab_size, max_tokens)
     check_params(sequence.params, vocab_size)
-    check_salt(sequence.cache_salt)
+    check_salt(sequence.kv.cache_salt)
     params = sequence.params
     if params.min_tokens > sequence.max_tokens:
         raise RequestError(
@@ -41,6 +41,12 @@ def check_sequence(sequence: Sequence, vocab_size: int, max_tokens: int) -> None
             f"{len(sequence.stop_ids)}.",
             param="min_tokens",
         )
+    if params.num_beams > 1 and len(sequence.schedule.siblings) == 1:
+        raise RequestError(
+            f"num_beams is {params.num_beams} and there is no beam search.", param="num_beams"
+        )
+    if params.structured_output is not None and sequence.sampler.constraint is None:
+        raise RequestError("A grammar was asked for and there is no structured output.")
     _check_known("stop_token_ids", "A stop id is", sequence.stop_ids, vocab_size)
 
 

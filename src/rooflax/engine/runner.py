@@ -17,13 +17,12 @@ from jax.sharding import PartitionSpec
 
 from rooflax.engine import packing
 from rooflax.engine.block_manager import BlockCopy
-from rooflax.engine.buckets import Buckets, Shape, bucket
+from rooflax.engine.buckets import SMALLEST_STEP, Buckets, Shape, StepKind, bucket
 from rooflax.engine.compilation import count_compilations
 from rooflax.engine.masks import Masks
 from rooflax.engine.offloading import step_functions
 from rooflax.engine.packing import DecodeWriter, Layout, StepResult, Writer
-from rooflax.engine.pooled_steps import pooled
-from rooflax.engine.scheduler import ScheduledStep
+from rooflax.engine.scheduler import StepPlan
 from rooflax.engine.sequence import Sequence, fault_of
 from rooflax.engine.steps import StepInput
 from rooflax.errors import EngineError
@@ -49,8 +48,6 @@ from rooflax.ops.sampling import TokenCounts, awaits_masks
 
 SMALLEST_CONTEXT = 256
 """Tokens; where attention gathers, contexts are padded to this or a power of two above it."""
-SMALLEST_STEP = 16
-"""Tokens; steps with prompt chunks are padded to multiples of it, which XLA rounds alike."""
 
 
 class Call(NamedTuple):
@@ -73,15 +70,17 @@ class Compiled(NamedTuple):
 class Runner:
     """Runs steps of up to `max_num_seqs` rows and contexts of up to `max_model_len`.
 
+    Args:
+        run: what runs a list of tokens, if not `run_step`; as `StepFunctions` takes it.
+
     Attributes:
         buckets: the shapes in use.
         is_fully_warm: a shape that was not warmed up is an error.
         lost_state: a step failed and took the cache with it.
     """
 
-    def __init__(self, model: AnyModel, config: EngineConfig):
-        self.model, self.config, pooler = model, config, config.pooler
-        run = {} if pooler is None else {"run": pooled, "pooler": pooler}
+    def __init__(self, model: AnyModel, config: EngineConfig, **run: Any):
+        self.model, self.config = model, config
         self.functions = step_functions(
             model, config.options, config.mesh, config.decode_steps, **run
         )
@@ -174,21 +173,17 @@ class Runner:
             size *= 2
         return tuple(sorted(sizes))
 
-    def calls(self, step: ScheduledStep, lookahead: list[list[int]]) -> list[Call]:
+    def calls(self, plan: StepPlan) -> list[Call]:
         """The device calls of a step: one for the list of its tokens, and one for each prompt whose
-        tokens are scored.
-
-        Args:
-            lookahead: per decode row, tokens that may come next, to be verified; or nothing.
-        """
-        scored = [chunk for chunk in step.prefills if chunk[0].wants_scores]
-        chunks = [(s, 1) for s in step.decodes]
-        chunks += [chunk for chunk in step.prefills if not chunk[0].wants_scores]
+        tokens are scored."""
+        scored = [chunk for chunk in plan.prefills if chunk[0].wants_scores]
+        chunks = [(s, 1) for s in plan.decodes]
+        chunks += [chunk for chunk in plan.prefills if not chunk[0].wants_scores]
         calls = [Call([s], [n], self._scored_shape(s, n)) for s, n in scored]
-        if lookahead:
-            calls.insert(0, self._verify_call(step.decodes, lookahead))
+        if plan.lookahead:
+            calls.insert(0, self._verify_call(plan.decodes, plan.lookahead))
         elif chunks:
-            calls.insert(0, self._call(chunks, step.num_steps))
+            calls.insert(0, self._call(chunks, plan.num_steps))
         return calls
 
     def _call(self, chunks: list[tuple[Sequence, int]], num_steps: int) -> Call:
@@ -207,12 +202,13 @@ class Runner:
         if not self.config.options.use_cache:
             if self.config.options.jit:
                 rows, context = self.config.max_num_seqs, self.buckets.context(context)
-            return Shape("dense", rows, context, context)
+            return Shape(StepKind.DENSE, rows, context, context)
         if self.num_data_shards > 1 and not decodes_alone:  # each list holds the longest one
             longest = max(map(sum, self._by_data_shard(counts)))
             rows, total = self.config.max_num_seqs, self.num_data_shards * longest
         if not self.config.options.jit:
-            return Shape("decode" if decodes_alone else "step", rows, total, context)
+            kind = StepKind.DECODE if decodes_alone else StepKind.STEP
+            return Shape(kind, rows, total, context)
         if decodes_alone:
             return self.buckets.decode(rows, context)
         shape = self.buckets.step(total, context)
@@ -249,13 +245,13 @@ class Runner:
         longest = max(map(len, lookahead))
         context = max(self._end(s, 1 + len(d)) for s, d in zip(sequences, lookahead, strict=True))
         rows = len(sequences)
-        shape = Shape("verify", rows, rows * (1 + longest), context)
+        shape = Shape(StepKind.VERIFY, rows, rows * (1 + longest), context)
         if self.config.options.jit:
             shape = self.buckets.verify(rows, context)
         return Call(sequences, [1] * rows, shape, lookahead)
 
     def _scored_shape(self, sequence: Sequence, count: int) -> Shape:
-        kind = "scored" if self.config.options.use_cache else "scored dense"
+        kind = StepKind.SCORED if self.config.options.use_cache else StepKind.SCORED_DENSE
         if not self.config.options.jit:
             return Shape(kind, 1, count, self._end(sequence, count))
         tokens = (
@@ -283,7 +279,7 @@ class Runner:
     ) -> StepResult:
         if self.is_fully_warm and call.shape not in self._warm:
             raise EngineError(f"A {call.shape} was not warmed up, and nothing may compile now.")
-        function = self._function(call.shape.kind)
+        function = self.functions.by_kind[call.shape.kind]
         host, rows = self._inputs(call, num_steps, exchange)
         if masks is not None:
             host = replace(host, masks=masks)
@@ -298,9 +294,6 @@ class Runner:
         self.lost_state = False
         return result
 
-    def _function(self, kind: str) -> Any:
-        return getattr(self.functions, kind.removesuffix(" dense"))
-
     def _data_shards_of(self, shape: Shape) -> int:
         """Parts of the list: the data shards, where they divide it (see `nn.mesh.local_tokens`)."""
         lists = self._shards.data
@@ -311,7 +304,7 @@ class Runner:
     ) -> tuple[StepInput, list[int] | slice]:
         """What the device is sent, and the row of each sequence."""
         layout, own = self._layout(call.shape), slice(len(call.sequences))
-        if call.shape.kind == "decode" and self._data_shards_of(call.shape) == 1:
+        if call.shape.kind is StepKind.DECODE and self._data_shards_of(call.shape) == 1:
             packed = self._decode_writer(call.shape).write(call.sequences, num_steps, exchange)
         else:
             packed, own = self._write(call, layout, num_steps)
@@ -350,14 +343,14 @@ class Runner:
     def _layout(self, shape: Shape) -> Layout:
         if shape not in self._layouts:
             kind, rows, tokens, _ = shape
-            longest = {"decode": 1, "verify": tokens // rows}.get(kind, tokens)
+            longest = {StepKind.DECODE: 1, StepKind.VERIFY: tokens // rows}.get(kind, tokens)
             if not self.windows:
                 longest = min(longest, shape.context)
-            dense = kind.endswith("dense")
-            made = Layout(rows, tokens, self._table_lengths(shape, longest), longest, dense)
+            tables = self._table_lengths(shape, longest)
+            made = Layout(rows, tokens, tables, longest, kind.is_dense)
             group = self.model.config.groups.state
-            if group is not None and not dense:
-                grid = 1 if kind == "verify" else self._grid
+            if group is not None and not kind.is_dense:
+                grid = 1 if kind is StepKind.VERIFY else self._grid
                 made = replace(made, state=group, state_grid=grid)
             self._layouts[shape] = made
         return self._layouts[shape]
@@ -371,11 +364,11 @@ class Runner:
             return ()
         steps = (
             self.config.decode_steps
-            if shape.kind == "decode"
+            if shape.kind is StepKind.DECODE
             else min(longest, self.longest_prefill)
         )
         snapshots = ceil_div(steps, self._grid) if self._grid <= self.config.max_model_len else 0
-        rows = self.state_rows if shape.kind == "verify" else 1 + snapshots
+        rows = self.state_rows if shape.kind is StepKind.VERIFY else 1 + snapshots
         return tuple(
             min(
                 blocks_needed(window, shape.context, self.config.new_tokens, block_size(), rows),
@@ -395,17 +388,18 @@ class Runner:
                 self._device_params = self._put(self._params.copy())
 
     def _load_slot(self, sequence: Sequence, changed: set[int]) -> None:
-        slot, stay = sequence.slot, (sequence, sequence.num_preemptions)
+        slot, sampler = sequence.schedule.slot, sequence.sampler
+        stay = sequence, sequence.schedule.num_preemptions
         assert slot is not None
         # what the device counted is not what the host chose
-        miscounts = sequence.num_candidates is not None and sequence.params.has_penalties
+        miscounts = sampler.num_candidates is not None and sequence.params.has_penalties
         if self._slot_state[slot] == stay and not miscounts:
             return
         before, self._slot_state[slot] = self._params[slot].copy(), None
         with fault_of(sequence):
             packing.write_params(self._params[slot], sequence)
         self._slot_state[slot] = stay
-        sequence.num_uncounted = sequence.num_discarded = 0  # its tokens are counted here
+        sampler.num_uncounted = sampler.num_discarded = 0  # its tokens are counted here
         if not np.array_equal(before, self._params[slot]):
             changed.add(slot)
         if sequence.params.has_penalties:
@@ -421,9 +415,9 @@ class Runner:
     def clear(self, sequence: Sequence) -> None:
         """Zeroes the blocks that the sequence alone owns: what is not finite must not stay."""
         copies = []
-        for group, table in enumerate(sequence.block_tables):
-            shared = 0 if self.windows[group] == STATE else sequence.num_published_blocks
-            first = max(0, shared - sequence.first_positions[group] // block_size())
+        for group, table in enumerate(sequence.kv.block_tables):
+            shared = 0 if self.windows[group] == STATE else sequence.kv.num_published_blocks
+            first = max(0, shared - sequence.kv.first_positions[group] // block_size())
             copies += [BlockCopy(group, 0, block) for block in table[first:]]
         for begin in range(0, len(copies), self.config.max_num_seqs):
             self.copy(copies[begin : begin + self.config.max_num_seqs])
@@ -446,7 +440,7 @@ class Runner:
         """Every step that was warmed up, by name; for tools that look into programs."""
         for shape in sorted(self._warm):
             host, _ = self._inputs(Call([], [], shape), 1)
-            function = self._function(shape.kind)
+            function = self.functions.by_kind[shape.kind]
             yield str(shape), function.lower(self.model, (self.cache, self.counts), host)
 
     def warm_up_all(
@@ -459,13 +453,12 @@ class Runner:
             scores: prompts may want the log-probabilities of their own tokens.
         """
         self.buckets, self.is_fully_warm, self._greedy = buckets, True, False
-        scored = (
-            [Shape("scored", 1, self.longest_prefill, self.config.max_model_len)] if scores else []
-        )
+        longest = self.longest_prefill, self.config.max_model_len
+        scored = [Shape(StepKind.SCORED, 1, *longest)] if scores else []
         programs: dict[str, Callable[[], Any]] = {
-            str(shape): lambda shape=shape: self._warm_shape(shape)
+            str(shape): lambda shape=shape: self.warm(shape)
             for shape in [*buckets.shapes(), *scored]
-            if self.config.pooler is None or shape.kind == "step"
+            if self.config.pooler is None or shape.kind is StepKind.STEP
         }
         if self.config.pooler is None:
             programs["counts of a slot"] = lambda: self._load_counts(self.config.max_num_seqs, None)
@@ -480,15 +473,11 @@ class Runner:
             report(found[-1])
         return found
 
-    def is_warm(self, call: Call) -> bool:
-        """Whether the call's program is there."""
-        return call.shape in self._warm or not self.config.options.jit
+    def is_warm(self, shape: Shape) -> bool:
+        """Whether the shape's program is there."""
+        return shape in self._warm or not self.config.options.jit
 
-    def warm(self, call: Call) -> None:
-        """Compiles what a call needs."""
-        self._warm_shape(call.shape)
-
-    def _warm_shape(self, shape: Shape) -> None:
+    def warm(self, shape: Shape) -> None:
         """Compiles a shape by running it on empty rows."""
         self._warm.add(shape)
         self._dispatch(Call([], [], shape))
@@ -510,28 +499,29 @@ class Runner:
         self._wanted = set()
         if not self.config.options.jit or not sequences or self.is_fully_warm:
             return
-        if any(s.may_be_forced for s in sequences):  # steps with a few tokens of a row
+        # a constraint may force a few tokens of a row
+        if any(s.sampler.constraint is not None for s in sequences):
             self._add_tokens(bucket(2 * self.config.max_num_seqs, SMALLEST_STEP))
         new = [s.num_tokens - n for s, n in zip(sequences, num_cached, strict=True)]
         self._wanted = self._shapes_of(sequences, new)
-        self._warm_wanted("step", "dense")
+        self._warm_wanted(StepKind.STEP, StepKind.DENSE)
         scored = self._scored_shape(sequences[0], 1)
         if any(s.wants_scores for s in sequences) and scored not in self._warm:
-            self._warm_shape(scored)
+            self.warm(scored)
         if any(s.params.has_penalties for s in sequences):
             self._load_counts(self.config.max_num_seqs, None)
-        if any(len(s.siblings) > 1 for s in sequences):
+        if any(len(s.schedule.siblings) > 1 for s in sequences):
             self.copy([])
         give_back_freed()
 
     def warm_up_decode(self) -> None:
         """Compiles the rest of what the sequences of `warm_up_prefill` need."""
-        self._warm_wanted("decode", "verify")
+        self._warm_wanted(StepKind.DECODE, StepKind.VERIFY)
 
-    def _warm_wanted(self, *kinds: str) -> None:
+    def _warm_wanted(self, *kinds: StepKind) -> None:
         for shape in sorted(self._wanted - self._warm):
             if shape.kind in kinds:
-                self._warm_shape(shape)
+                self.warm(shape)
 
     def _shapes_of(self, sequences: list[Sequence], new: list[int]) -> set[Shape]:
         """Shapes of the first step, and of the decode steps that the sequences lead to.
@@ -546,7 +536,7 @@ class Runner:
         later = later if self.config.pooler is None else range(0)
         ends = contexts | {self.buckets.context(end) for end in later}
         if not self.config.options.use_cache:
-            return {Shape("dense", self.config.max_num_seqs, end, end) for end in ends}
+            return {Shape(StepKind.DENSE, self.config.max_num_seqs, end, end) for end in ends}
         shapes = set()
         if self.config.pooler is None:
             shapes |= {self.buckets.decode(self.config.max_num_seqs, end) for end in ends}

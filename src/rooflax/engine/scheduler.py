@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rooflax.engine.block_manager import BlockCopy, BlockManager
@@ -13,7 +13,7 @@ from rooflax.nn.engine_config import EngineConfig
 
 
 @dataclass(frozen=True)
-class ScheduledStep:
+class StepPlan:
     """What runs next.
 
     Attributes:
@@ -23,6 +23,7 @@ class ScheduledStep:
         prefills: sequences that run several of their tokens, with how many, in the same list as
             the decoding ones.
         copies: of blocks, to be made before anything runs.
+        lookahead: per decoding sequence, tokens that may come next, to be verified; a feature's.
     """
 
     decodes: list[Sequence] = field(default_factory=list)
@@ -30,6 +31,7 @@ class ScheduledStep:
     room: int = 1
     prefills: list[tuple[Sequence, int]] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
+    lookahead: list[list[int]] | None = None
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -88,44 +90,37 @@ class Scheduler:
 
     def can_ever_run(self, sequence: Sequence) -> bool:
         """Whether the sequence, with its siblings, could run alone."""
-        has_slots = len(sequence.siblings) <= self.config.max_num_seqs
+        has_slots = len(sequence.schedule.siblings) <= self.config.max_num_seqs
         return has_slots and self.blocks.fits_at_all(sequence, self.new_tokens)
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
-    def abort(self, sequence: Sequence, reason: str = "abort") -> None:
+    def abort(self, sequence: Sequence, reason: str = "abort", error: str | None = None) -> None:
         """Ends a sequence and its siblings; who has finished stays as it is."""
-        self._end(sequence, reason)
-
-    def fail(self, sequence: Sequence, error: str) -> None:
-        """Ends a sequence and its siblings with an error; who has finished stays as it is."""
-        self._end(sequence, "error", error)
-
-    def _end(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
-        for sibling in sequence.siblings:
+        for sibling in sequence.schedule.siblings:
             if sibling in self.waiting:
                 self.waiting.remove(sibling)
                 sibling.finish(reason, error)
             elif sibling in self.running:
                 if not sibling.is_finished:
                     sibling.finish(reason, error)
-                self._leave(sibling)
+                self.leave(sibling)
 
-    def schedule(self) -> ScheduledStep | None:
+    def plan(self) -> StepPlan | None:
         """The next step; None when nothing is left to do.
 
         A step may run nothing: then it admitted the last of siblings that wait for a fork.
         Sequences of a step that failed run apart, one after the other, before all others.
         """
-        suspect = next((s for s in (*self.running, *self.waiting) if s.is_suspect), None)
+        suspect = next((s for s in (*self.running, *self.waiting) if s.schedule.is_suspect), None)
         if suspect is not None:
-            step = self._schedule(suspect.siblings)
+            step = self._plan(suspect.schedule.siblings)
             if step is not None and step.sequences:
                 return step
-        return self._schedule(None)
+        return self._plan(None)
 
-    def _schedule(self, only: list[Sequence] | None) -> ScheduledStep | None:
+    def _plan(self, only: list[Sequence] | None) -> StepPlan | None:
         """
         Args:
             only: who may run; None is everybody.
@@ -141,7 +136,7 @@ class Scheduler:
             uncomputed = sequence.num_uncomputed_tokens
             if uncomputed == 0:
                 continue  # it waits for its siblings
-            if sequence not in only if only is not None else sequence.is_suspect:
+            if sequence not in only if only is not None else sequence.schedule.is_suspect:
                 continue
             if uncomputed == 1:
                 if self._grow(sequence, 1):
@@ -154,42 +149,38 @@ class Scheduler:
         if prefills and not self.config.runs_whole:
             self._cut(len(decodes), prefills)
         if not decodes and not prefills:
-            waits = (len(s.siblings) > 1 or s.is_suspect for s in (*self.running, *self.waiting))
+            everybody = (s.schedule for s in (*self.running, *self.waiting))
+            waits = (len(s.siblings) > 1 or s.is_suspect for s in everybody)
             assert only is not None or not self.has_unfinished or any(waits), "nobody can run"
-            return ScheduledStep() if self.has_unfinished else None
+            return StepPlan() if self.has_unfinished else None
         num_steps, room = (1, 1) if prefills or only is not None else self._extend(decodes)
         for sequence in decodes:
             self.blocks.reserve_snapshots(sequence, sequence.num_computed_tokens + num_steps)
         for sequence, count in prefills:
             self.blocks.reserve_snapshots(sequence, sequence.num_computed_tokens + count)
         copies = [copy for made in self._copies.values() for copy in made]
-        return ScheduledStep(decodes, num_steps, room, prefills, copies)
+        return StepPlan(decodes, num_steps, room, prefills, copies)
 
-    def finish_step(self, step: ScheduledStep) -> None:
+    def finish_step(self, step: StepPlan) -> None:
         """Shares what the step computed, and retires who has finished."""
         for sequence in step.sequences:
-            if sequence.slot is None:
+            if sequence.schedule.slot is None:
                 continue
             if sequence.finish_reason != "error":
                 self.blocks.publish(sequence)
             if sequence.is_finished:
-                self._leave(sequence)
+                self.leave(sequence)
 
     def fork(self, child: Sequence, parent: Sequence) -> None:
         """Lets a running sequence go on from the cache of its sibling."""
         self.blocks.fork(child, parent)
-        child.awaits_fork = False
-
-    def leave(self, sequences: Iterable[Sequence]) -> None:
-        """Retires finished sequences that no step ran."""
-        for sequence in sequences:
-            self._leave(sequence)
+        child.schedule.awaits_fork = False
 
     def forget_blocks(self, blocks: BlockManager) -> None:
         """Requeues everybody, and starts with an empty cache: what the old one held is lost."""
         for sequence in reversed(list(self.running)):
             if sequence.is_finished:
-                self._leave(sequence)
+                self.leave(sequence)
             else:
                 self.preempt(sequence)
         self.blocks = blocks
@@ -197,7 +188,7 @@ class Scheduler:
     def suspect(self, sequences: list[Sequence]) -> None:
         """Requeues sequences, at the head of the queue in their order, to run apart."""
         for sequence in sorted(sequences, key=self.running.index, reverse=True):
-            sequence.is_suspect = True
+            sequence.schedule.is_suspect = True
             self.preempt(sequence)
 
     def _cut(self, decodes: int, prefills: list[tuple[Sequence, int]]) -> None:
@@ -223,21 +214,21 @@ class Scheduler:
         """Admits waiting sequences, in order, while slots, blocks and tokens last."""
         while self.waiting and self._free_slots and budget > 0:
             sequence = next((s for s in self.waiting if only is None or s in only), None)
-            if sequence is None or (only is None and sequence.is_suspect):
+            if sequence is None or (only is None and sequence.schedule.is_suspect):
                 return
-            num_cached = 0 if sequence.awaits_fork else self.blocks.num_cached(sequence)
-            if not sequence.awaits_fork and not self._may_enter(sequence, num_cached):
+            num_cached = 0 if sequence.schedule.awaits_fork else self.blocks.num_cached(sequence)
+            if not sequence.schedule.awaits_fork and not self._may_enter(sequence, num_cached):
                 return
             if self.config.runs_whole and sequence.num_tokens > budget:
                 return
             self.waiting.remove(sequence)
             self.blocks.admit(sequence, num_cached)
-            if sequence.num_cached_tokens is None:
-                sequence.num_cached_tokens = num_cached
-                sequence.admitted_s = time.perf_counter()
-            sequence.slot = self._free_slots.pop()
+            if sequence.kv.num_cached_tokens is None:
+                sequence.kv.num_cached_tokens = num_cached
+                sequence.times.admitted_s = time.perf_counter()
+            sequence.schedule.slot = self._free_slots.pop()
             self.running.append(sequence)
-            if sequence.awaits_fork:
+            if sequence.schedule.awaits_fork:
                 continue
             count = self._chunk(sequence, budget)
             self._copies[id(sequence)] = self.blocks.allocate(sequence, num_cached + count)
@@ -274,7 +265,7 @@ class Scheduler:
         Returns:
             False if the sequence lost its own.
         """
-        if sequence.slot is None:  # lost to an earlier one in this step
+        if sequence.schedule.slot is None:  # lost to an earlier one in this step
             return False
         self.blocks.free_out_of_window(sequence)
         up_to = sequence.num_computed_tokens + count
@@ -312,17 +303,18 @@ class Scheduler:
 
     def preempt(self, sequence: Sequence) -> None:
         """Back to the head of the queue; its tokens stay, their K and V are computed again."""
-        self._leave(sequence)
+        self.leave(sequence)
         sequence.num_computed_tokens = 0
-        sequence.num_preemptions += 1
+        sequence.schedule.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.appendleft(sequence)
 
-    def _leave(self, sequence: Sequence) -> None:
+    def leave(self, sequence: Sequence) -> None:
         """Takes back the sequence's slot and blocks."""
+        schedule = sequence.schedule
         self.running.remove(sequence)
         self.blocks.deallocate(sequence)
-        assert sequence.slot is not None
-        self._free_slots.append(sequence.slot)
-        sequence.slot = None
+        assert schedule.slot is not None
+        self._free_slots.append(schedule.slot)
+        schedule.slot = None
         self._copies.pop(id(sequence), None)

@@ -6,14 +6,12 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 from rooflax.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from rooflax.engine.beams import BeamGroup
 
 NOT_FINITE = (
     "The model's output became NaN or infinite, so the request was ended; look for NaN weights "
@@ -98,48 +96,123 @@ class StepOutput(NamedTuple):
         )
 
 
+@dataclass(slots=True)
+class KVState:
+    """What the block manager keeps of a sequence.
+
+    Attributes:
+        cache_salt: only sequences of the same salt share blocks.
+        num_cached_tokens: of the prompt, in the prefix cache at the first admission.
+        block_tables: per layer group, the blocks in order.
+        first_positions: per layer group, the position of the first token of its table.
+        snapshots: of the next step, the positions whose state is kept for others, and the rows.
+        version: changes whenever one of these three does.
+        block_hashes: of the full blocks, as far as anyone has asked; see BlockManager.hashes.
+        num_writable_tokens: positions below it may be written: the blocks hold them, and the next
+            one is nobody else's.
+        num_published_blocks: how many blocks other sequences may share.
+    """
+
+    cache_salt: str = ""
+    num_cached_tokens: int | None = None
+    block_tables: list[list[int]] = field(default_factory=list)
+    first_positions: list[int] = field(default_factory=list)
+    snapshots: list[tuple[int, int]] = field(default_factory=list)
+    version: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_writable_tokens: int = 0
+    num_published_blocks: int = 0
+
+
+@dataclass(slots=True)
+class ScheduleState:
+    """What the scheduler keeps of a sequence.
+
+    Attributes:
+        slot: the row of per-sequence device state; None while waiting.
+        num_preemptions: how often the sequence lost its blocks and started over.
+        siblings: sequences that wait, run and end together, itself included.
+        awaits_fork: has nothing to compute until it is forked from a sibling.
+        is_suspect: was in a step that failed, and runs apart until it has a token; if that fails
+            too, it ends.
+    """
+
+    slot: int | None = None
+    num_preemptions: int = 0
+    siblings: list[Sequence] = field(default_factory=list)
+    awaits_fork: bool = False
+    is_suspect: bool = False
+
+
+@dataclass(slots=True)
+class Times:
+    """On the monotonic clock: of arrival, of the first admission, and of each generated token."""
+
+    arrival_s: float = field(default_factory=time.perf_counter)
+    admitted_s: float | None = None
+    tokens_s: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class SamplerState:
+    """What the sampler is told of a sequence beside its params, and the log-probabilities it gave.
+
+    Attributes:
+        constraint: what the text must look like; None is anything.
+        num_candidates: after each token, how many of the best next ones the host chooses from;
+            None where the device chooses.
+        candidates: those, best first, until the host has chosen.
+        num_uncounted: how many of the last tokens were forced, not sampled, and the penalties on
+            the device do not know yet.
+        num_discarded: how many tokens of the last decode steps were not taken, and are counted by
+            penalties on the device until the next step.
+        logprobs: per generated token, if asked for.
+        prompt_logprobs: per token of the prompt but the first, if asked for.
+    """
+
+    constraint: Constraint | None = None
+    num_candidates: int | None = None
+    candidates: tuple[tuple[int, float], ...] = ()
+    num_uncounted: int = 0
+    num_discarded: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether the host must see every token before the next one."""
+        return self.constraint is not None or self.num_candidates is not None
+
+
+class FeatureState:
+    """What a feature keeps of one sequence; base of the types of slots.
+
+    Attributes:
+        feature: its name in errors.
+    """
+
+    feature: ClassVar[str]
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> Self | None:
+        """The sequence's; None if the feature keeps nothing of it."""
+        return sequence.features.get(cls)
+
+    def completion_fields(self) -> dict[str, Any]:
+        """Fields of the `Completion` that come from here."""
+        return {}
+
+
 @dataclass(eq=False)
 class Sequence:
     """Tokens of one sample of one request.
 
     Attributes:
         request_id: the caller's; samples of one request differ in `sample_index`.
-        cache_salt: only sequences of the same salt share blocks.
         tokens: the prompt, then what was generated.
         error: what went wrong, if finish_reason is "error".
         num_computed_tokens: how many of them have their K and V in the cache.
-        num_cached_tokens: how many of the prompt's were there when it was first admitted.
-        num_preemptions: how often it lost its blocks and started over.
-        num_uncounted: how many of its last tokens were forced, not sampled, and the penalties on
-            the device do not know yet.
-        num_discarded: how many tokens of its last decode steps were not taken, and are counted by
-            penalties on the device until its next step.
-        num_draft_tokens, num_accepted_tokens: drafts that were run for it, and those that held.
-        block_tables: per layer group, the blocks in order.
-        first_positions: per layer group, the position of the first slot of its table.
-        snapshots: of its next step, the positions whose state is kept for others, and the rows.
-        tables_version: changes whenever one of these three does.
-        block_hashes: of its full blocks, as far as anyone has asked; see BlockManager.hashes.
-        num_writable_tokens: positions below it may be written: its blocks hold them, and the next
-            one is nobody else's.
-        num_published_blocks: how many of them other sequences may share.
-        slot: the row of per-sequence device state; None while waiting.
-        logprobs: per generated token, if asked for.
-        prompt_logprobs: per token of the prompt but the first, if asked for.
-        constraint: what its text must look like; None is anything.
-        mask_stays: running mean of how often a token leaves the constraint's mask as it was.
-        arrival_s, admitted_s, token_times_s: of arrival, of its first admission, and of each
-            generated token, on the monotonic clock.
-        siblings: sequences that wait, run and end together, itself included.
-        awaits_fork: has nothing to compute until it is forked from a sibling.
-        num_candidates: after each of its tokens, how many of the best next ones the host chooses
-            from; None where the device chooses.
-        candidates: those, best first, until the host has chosen.
-        group: its beam search.
-        score: of a finished beam; see beams.Hypothesis.
-        vector: of its prompt, where the engine pools.
-        is_suspect: it was in a step that failed, and runs apart until it has a token; if that fails
-            too, it ends.
+        features: what each feature keeps of it, by the state's type.
     """
 
     request_id: int
@@ -148,51 +221,27 @@ class Sequence:
     max_tokens: int
     stop_ids: frozenset[int]
     sample_index: int = 0
-    cache_salt: str = ""
     finish_reason: str | None = None
     error: str | None = None
     tokens: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
-    num_cached_tokens: int | None = None
-    num_preemptions: int = 0
-    num_uncounted: int = 0
-    num_discarded: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    block_tables: list[list[int]] = field(default_factory=list)
-    first_positions: list[int] = field(default_factory=list)
-    snapshots: list[tuple[int, int]] = field(default_factory=list)
-    tables_version: int = 0
-    block_hashes: list[bytes] = field(default_factory=list)
-    num_writable_tokens: int = 0
-    num_published_blocks: int = 0
-    slot: int | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    constraint: Constraint | None = None
-    mask_stays: float = 0.5
-    arrival_s: float = field(default_factory=time.perf_counter)
-    admitted_s: float | None = None
-    token_times_s: list[float] = field(default_factory=list)
-    siblings: list[Sequence] = field(default_factory=list)
-    awaits_fork: bool = False
-    num_candidates: int | None = None
-    candidates: tuple[tuple[int, float], ...] = ()
-    group: BeamGroup | None = None
-    score: float | None = None
-    vector: np.ndarray | None = None
-    is_suspect: bool = False
+    kv: KVState = field(default_factory=KVState)
+    schedule: ScheduleState = field(default_factory=ScheduleState)
+    sampler: SamplerState = field(default_factory=SamplerState)
+    times: Times = field(default_factory=Times)
+    features: dict[type[FeatureState], Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_tokens)
-        self.siblings = self.siblings or [self]
+        self.schedule.siblings = self.schedule.siblings or [self]
 
     def pause(self, seconds: float) -> None:
         """Leaves out of its times what passed between two steps: all before moves up to now."""
-        self.arrival_s += seconds
-        if self.admitted_s is not None:
-            self.admitted_s += seconds
-        self.token_times_s = [time_s + seconds for time_s in self.token_times_s]
+        times = self.times
+        times.arrival_s += seconds
+        if times.admitted_s is not None:
+            times.admitted_s += seconds
+        times.tokens_s = [time_s + seconds for time_s in times.tokens_s]
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -216,7 +265,7 @@ class Sequence:
 
         A decoding sequence has exactly one, and one that waits for its siblings none.
         """
-        return 0 if self.awaits_fork else len(self.tokens) - self.num_computed_tokens
+        return 0 if self.schedule.awaits_fork else len(self.tokens) - self.num_computed_tokens
 
     @property
     def num_remaining_tokens(self) -> int:
@@ -237,26 +286,7 @@ class Sequence:
     def wants_scores(self) -> bool:
         """Whether log-probabilities of its prompt are still to come."""
         wanted = self.params.prompt_logprobs is not None
-        return wanted and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
-
-    @property
-    def may_be_forced(self) -> bool:
-        """Whether a constraint may leave it a single token to go on with."""
-        return self.constraint is not None
-
-    @property
-    def forced_token(self) -> int | None:
-        """What the sampler could not but choose next, because its constraint leaves nothing else.
-
-        None where more is asked than the token, and where something else may forbid it.
-        """
-        params = self.params
-        asks = params.logprobs is not None or self.num_candidates is not None
-        if self.constraint is None or self.is_finished or asks or params.allowed_token_ids:
-            return None
-        token = _only_one(self.constraint.mask)
-        other = (self.stop_ids, params.banned_token_ids, params.logit_bias)
-        return None if any(token in ids for ids in other) else token
+        return wanted and len(self.sampler.prompt_logprobs) < self.num_prompt_tokens - 1
 
     @property
     def may_share(self) -> bool:
@@ -272,8 +302,8 @@ class Sequence:
         return StepOutput(
             self,
             tuple(self.tokens[len(self.prompt_tokens) + num_output_tokens :]),
-            tuple(self.token_times_s[num_output_tokens:]),
-            tuple(self.logprobs[num_output_tokens:]) if self.logprobs else (),
+            tuple(self.times.tokens_s[num_output_tokens:]),
+            tuple(self.sampler.logprobs[num_output_tokens:]),
             self.finish_reason,
             self.error,
         )
@@ -281,29 +311,12 @@ class Sequence:
     def append(self, token: int, now_s: float) -> None:
         """Takes a generated token, and finishes the sequence if it is the last."""
         self.tokens.append(token)
-        self.token_times_s.append(now_s)
+        self.times.tokens_s.append(now_s)
         if token in self.stop_ids:
             self.finish("stop")
             return
         if self.num_output_tokens >= self.max_tokens:
             self.finish("length")
-        if self.constraint is not None:
-            self._follow(self.constraint, token)
-
-    def _follow(self, constraint: Constraint, token: int) -> None:
-        constraint.accept(token)
-        if constraint.error is not None and self.is_finished:
-            return  # nothing can follow, and nothing has to
-        if constraint.error is not None:
-            self.finish("error", constraint.error)
-        elif constraint.is_complete and self.num_output_tokens < self.params.min_tokens:
-            self.finish(
-                "error",
-                f"{ENDS_EARLY} after {self.num_output_tokens} tokens "
-                f"and min_tokens is {self.params.min_tokens}; lower it.",
-            )
-        elif constraint.is_complete:
-            self.finish("stop")
 
     def finish(self, reason: str, error: str | None = None) -> None:
         self.finish_reason, self.error = reason, error
@@ -333,13 +346,4 @@ def fault_of(sequence: Sequence) -> Iterator[None]:
 
 def with_siblings(sequences: Iterable[Sequence]) -> list[Sequence]:
     """The sequences, each once, and with each its siblings."""
-    return list({id(other): other for s in sequences for other in s.siblings}.values())
-
-
-def _only_one(mask: np.ndarray) -> int | None:
-    """The one token of a mask; None if there are more, or none."""
-    places = mask.nonzero()[0]
-    if len(places) != 1:
-        return None
-    word = int(mask[places[0]]) & 0xFFFFFFFF
-    return None if word & (word - 1) else 32 * int(places[0]) + word.bit_length() - 1
+    return list({id(other): other for s in sequences for other in s.schedule.siblings}.values())

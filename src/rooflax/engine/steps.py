@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from rooflax.engine import packing
+from rooflax.engine.buckets import StepKind
 from rooflax.engine.compilation import compiler_options
 from rooflax.engine.packing import Layout
 from rooflax.models.model import Model
@@ -476,12 +477,18 @@ class StepFunctions:
         **of_run: Any,
     ):
         static = {"options": options, "shards": shards_of(mesh)}
-        self.step = self.dense = _compiled(run, options.jit, mesh, **static, **of_run)
+        step = _compiled(run, options.jit, mesh, **static, **of_run)
+        is_scored = _compiled(scored, options.jit, mesh, **static)
+        self.by_kind: dict[StepKind, Any] = {
+            StepKind.STEP: step,
+            StepKind.DENSE: step,
+            StepKind.DECODE: _compiled(decode, options.jit, mesh, max_steps=max_steps, **static),
+            StepKind.VERIFY: _compiled(verify, options.jit, mesh, **static),
+            StepKind.SCORED: is_scored,
+            StepKind.SCORED_DENSE: is_scored,
+        }
         self.score = _compiled(score, options.jit, mesh, **static)
         self.logits = _compiled(logits, options.jit, mesh, **static)
-        self.decode = _compiled(decode, options.jit, mesh, max_steps=max_steps, **static)
-        self.verify = _compiled(verify, options.jit, mesh, **static)
-        self.scored = _compiled(scored, options.jit, mesh, **static)
         self.assign_slot = _compiled(assign_slot, options.jit, mesh, **static)
         self.copy = _compiled(copy, options.jit, mesh, **static)
         self.embed = _compiled(embed, options.jit, mesh, **static)

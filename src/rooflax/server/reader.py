@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from rooflax.loading.incremental import IncrementalDecoder
@@ -32,6 +33,7 @@ Kind = Literal["content", "reasoning", "call", "arguments", "call_end"]
 _TAIL_TOKENS = 32
 _HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>",
                   "<|call|>", "<|return|>")  # fmt: skip
+_HARMONY_ENDS = ("<|start|>", "<|end|>", "<|call|>", "<|return|>")
 _AGAIN = 64
 """Characters that are read at once where some are read a second time."""
 _LONGEST_HEAD = 512
@@ -40,6 +42,41 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _TOKENS = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]")
 """What a special token may look like within a text."""
 _RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_-]{1,64})")
+
+
+class State(StrEnum):
+    """Where in an answer the text is."""
+
+    CONTENT = "content"
+    REASONING = "reasoning"
+    CALL = "call"
+    HEADER = "header"
+    """Of a harmony message: its channel and its recipient."""
+
+
+class Step(StrEnum):
+    """What takes the reader from state to state."""
+
+    THINK = "reasoning opens"
+    ANSWER = "reasoning closes"
+    CALL = "a call opens"
+    END = "a call ends, or is none"
+    MESSAGE = "a message begins"
+
+
+TRANSITIONS = {
+    (State.CONTENT, Step.THINK): State.REASONING,
+    (State.REASONING, Step.ANSWER): State.CONTENT,
+    (State.CONTENT, Step.CALL): State.CALL,
+    (State.CALL, Step.END): State.CONTENT,
+    (State.CONTENT, Step.MESSAGE): State.HEADER,
+    (State.REASONING, Step.MESSAGE): State.HEADER,
+    (State.HEADER, Step.MESSAGE): State.HEADER,
+    (State.HEADER, Step.ANSWER): State.CONTENT,
+    (State.HEADER, Step.THINK): State.REASONING,
+    (State.HEADER, Step.CALL): State.CALL,
+}
+"""docs/server.md draws them."""
 
 
 class Event(NamedTuple):
@@ -92,12 +129,12 @@ class Reader:
         self._firsts = frozenset(mark[0] for mark in self._marks)
         self._pending = ""  # text that may be the beginning of a mark
         self._doubt: StringEnd | None = None  # text from a mark on that may be a part of a string
-        self._region = "content"
+        self._state = State.CONTENT
         self._has_content = self._trims = False
         self._space, self._space_at = "", 0  # white space that may turn out to stand before a call
         self._gaps: list[Event] = []  # around calls behind content; said if more content comes
         self._call: _OpenCall | None = None
-        self._header: str | None = None
+        self._header = ""
         self._events: list[Event] = []
         self._at = self._decoded = 0
         self.spans: list[tuple[int, int]] = []
@@ -109,11 +146,11 @@ class Reader:
         """What stands behind the mark of reasoning that the prompt has opened."""
         tail = tokenizer.decode(list(prompt)[-_TAIL_TOKENS:], skip_special_tokens=False)
         if self._is_harmony and tail:
-            self._header = ""
+            self._go(Step.MESSAGE)
         if self._reasoning is not None:
             opened, closed = tail.rfind(self._reasoning.open), tail.rfind(self._reasoning.close)
             if opened > closed:
-                self._enter("reasoning")
+                self._go(Step.THINK)
                 self._unclosed = []
 
     def _texts(self) -> tuple[str, ...]:
@@ -161,7 +198,7 @@ class Reader:
 
     def push(self, token_id: int) -> str:
         """The content that became certain with this token."""
-        if self._region == "reasoning":
+        if self._state is State.REASONING:
             self.num_reasoning_tokens += 1
         begun, is_skipped = self._decoded, token_id in self._skipped
         text = self._decoder.flush() if is_skipped else self._decoder.push(token_id)
@@ -183,11 +220,11 @@ class Reader:
         self._read(self._decoder.flush(), is_last=True)
         if self._unclosed and not is_cut:
             text, self._unclosed, self._at, self._space = "".join(self._unclosed), None, 0, ""
-            self._enter("content")
+            self._go(Step.ANSWER)
             self._read_again(text, is_last=True)
-        if self._region == "call":
+        if self._state is State.CALL:
             self._end_call(is_cut=is_cut)
-        if self._region == "content" and not self._gaps:
+        if self._state is State.CONTENT and not self._gaps:
             self._say(self._space, self._space_at)
         self._space = ""
         return self._content(number)
@@ -249,9 +286,9 @@ class Reader:
         """The marks that mean something here."""
         if self._is_harmony:
             return _HARMONY_MARKS
-        if self._region == "reasoning" and self._reasoning is not None:
+        if self._state is State.REASONING and self._reasoning is not None:
             return (self._reasoning.close,)
-        if self._region == "call" and self._calls is not None:
+        if self._state is State.CALL and self._calls is not None:
             if self._call is not None and self._call.close is not None:
                 return (self._call.close,)
             return () if self._calls.is_whole_message else self._calls.open
@@ -264,7 +301,8 @@ class Reader:
     def _next_mark(self, text: str) -> tuple[int, str | None]:
         found = [(text.find(mark), mark) for mark in self._watched()]
         found = [pair for pair in found if pair[0] >= 0]
-        if self._calls is not None and self._calls.is_whole_message and self._region == "content":
+        is_first = self._calls is not None and self._calls.is_whole_message
+        if is_first and self._state is State.CONTENT:
             found = [pair for pair in found if not text[: pair[0]].strip()]
         return min(found, key=lambda pair: (pair[0], -len(pair[1])), default=(0, None))
 
@@ -277,8 +315,9 @@ class Reader:
                 return size
         return 0
 
-    def _enter(self, region: str) -> None:
-        self._region, self._trims = region, True
+    def _go(self, step: Step) -> None:
+        self._state = TRANSITIONS[self._state, step]
+        self._trims = not self._is_harmony and step is not Step.CALL
 
     def _turn(self, mark: str) -> None:
         """What a mark changes."""
@@ -289,10 +328,10 @@ class Reader:
         if self._reasoning is not None and mark in (self._reasoning.open, self._reasoning.close):
             self._at += len(mark)
             self._space, self._unclosed = "", None
-            self._enter("reasoning" if mark == self._reasoning.open else "content")
+            self._go(Step.THINK if mark == self._reasoning.open else Step.ANSWER)
             return
         assert self._calls is not None
-        if self._region == "call" and self._call is not None:
+        if self._call is not None:
             is_end = mark == self._call.close
             if is_end and self._call.has_close:
                 self._take(mark)
@@ -306,7 +345,8 @@ class Reader:
             self._trims = not self._has_content
             return
         at = self._space_at if self._space else self._at
-        self._region, self._call = "call", _OpenCall(self._calls, mark, self._space, at)
+        self._go(Step.CALL)
+        self._call = _OpenCall(self._calls, mark, self._space, at)
         self._space = ""
         if self._calls.is_body(mark):
             self._take(mark)
@@ -317,10 +357,10 @@ class Reader:
         """Text between marks, of the region that it is in."""
         at = self._at
         self._at += len(text)
-        if self._header is not None:
+        if self._state is State.HEADER:
             self._header += text
             return
-        if self._region == "call" and self._call is not None:
+        if self._call is not None:
             self._events += self._call.push(text)
             if self._call.is_none:
                 self._end_call(is_cut=True)
@@ -328,12 +368,12 @@ class Reader:
         if self._unclosed is not None:
             self._unclosed.append(text)
         if self._trims:
-            text = text.lstrip("\n") if self._region == "content" else text.lstrip()
+            text = text.lstrip("\n") if self._state is State.CONTENT else text.lstrip()
             at = self._at - len(text)
         if not text:
             return
         self._trims = False
-        if self._region == "reasoning" or self._calls is not None:
+        if self._state is State.REASONING or self._calls is not None:
             kept = text.rstrip()
             before, before_at, rest = self._space, self._space_at, text[len(kept) :]
             if not kept:
@@ -342,7 +382,7 @@ class Reader:
             self._space, self._space_at, text = rest, at + len(kept), kept
         else:
             before, before_at = "", 0
-        if self._region == "reasoning":
+        if self._state is State.REASONING:
             self._events.append(Event("reasoning", before + text))
             return
         for gap in self._gaps:
@@ -359,10 +399,9 @@ class Reader:
             is_closed: by its mark.
         """
         call, self._call = self._call, None
-        self._region = "content"
+        self._go(Step.END)
         self._trims = not self._has_content
-        if call is None:
-            return
+        assert call is not None
         events, raw = call.end(is_cut, is_closed, self._schemas)
         self._events += events
         num_ended = sum(each.kind == "call_end" for each in events)
@@ -381,23 +420,28 @@ class Reader:
         self._say(raw, call.at)
 
     def _harmony_turn(self, mark: str) -> None:
-        if mark == "<|message|>":
-            header, self._header = self._header or "", None
-            named = _RECIPIENT.search(header)
-            words = header.replace("<|channel|>", " ").split()
-            if named is not None and self._reads_calls:
-                self._region = "call"
-                self._call = _OpenCall(_HARMONY_CALLS, mark, "", self._at, name=named[1])
-            else:
-                self._enter("reasoning" if "analysis" in words else "content")
-                self._trims = False
-        elif mark in ("<|end|>", "<|call|>", "<|return|>", "<|start|>"):
-            if self._region == "call":
-                self._end_call()
+        if self._state is State.CALL:
+            self._end_call()
+        if mark in _HARMONY_ENDS:
             self._space = ""
-            self._region, self._header = "content", ""
+        if mark in _HARMONY_ENDS or self._state is not State.HEADER:
+            self._go(Step.MESSAGE)
+            self._header = ""
+        if mark == "<|channel|>":
+            self._header += mark
+        elif mark != "<|message|>":
+            self._header += " "
         else:
-            self._header = (self._header or "") + (mark if mark == "<|channel|>" else " ")
+            self._begin_message(self._header)
+
+    def _begin_message(self, header: str) -> None:
+        named = _RECIPIENT.search(header)
+        if named is not None and self._reads_calls:
+            self._go(Step.CALL)
+            self._call = _OpenCall(_HARMONY_CALLS, "<|message|>", "", self._at, name=named[1])
+        else:
+            words = header.replace("<|channel|>", " ").split()
+            self._go(Step.THINK if "analysis" in words else Step.ANSWER)
 
 
 _HARMONY_CALLS = Calls(style="named", open=())

@@ -3,10 +3,10 @@
 import pytest
 
 from rooflax import load
-from rooflax.engine.beams import BeamGroup
 from rooflax.engine.engine import Engine
+from rooflax.engine.features.beams import Beam, BeamGroup
+from rooflax.engine.features.speculation import Drafter, Speculation
 from rooflax.engine.sampling_params import SamplingParams
-from rooflax.engine.speculation import Drafter, Speculation
 from rooflax.nn.engine_config import EngineConfig
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.layout import ceil_div
@@ -24,7 +24,7 @@ class Beams(Request):
 
 def given(sequence):
     """Tokens and score of every beam."""
-    return [(m.output_tokens, m.score) for m in sequence.siblings]
+    return [(m.output_tokens, Beam.of(m).score) for m in sequence.schedule.siblings]
 
 
 @pytest.mark.parametrize("family", ["llama_gqa", "qwen3_5_text"])
@@ -54,7 +54,7 @@ def test_beams_share_no_block_that_drafts_may_be_written_into(tmp_path, family):
                 assert first.error is None
                 for beam in engine.scheduler.running:
                     written = ceil_div(beam.num_computed_tokens, blocks.block_size)
-                    rest = beam.block_tables[full][written:]
+                    rest = beam.kv.block_tables[full][written:]
                     assert all(blocks.pools[full].ref_count[block] == 1 for block in rest)
                     ahead += len(rest)
             found.append(given(first))

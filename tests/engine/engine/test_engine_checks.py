@@ -3,8 +3,9 @@
 import pytest
 
 from rooflax import EngineError, ExecutionOptions, RequestError, SamplingParams, load
-from rooflax.engine.engine import FEWEST_TIMED, FIRST_BUDGET, Engine
+from rooflax.engine.engine import Engine
 from rooflax.engine.sequence import Sequence
+from rooflax.engine.step_budget import FEWEST_TIMED, FIRST_BUDGET
 from rooflax.nn.engine_config import EngineConfig
 
 
@@ -41,13 +42,14 @@ def test_what_could_outgrow_the_context_is_rejected(model):
 
 def test_a_servers_budget_follows_what_tokens_take(model):
     engine = engine_of(model, step_s=0.3, max_tokens_per_step=512)
+    time_tokens = engine.step_budget.time_tokens
     assert engine.scheduler.token_budget == FIRST_BUDGET
-    engine._time_tokens(FEWEST_TIMED - 1, 100.0)
+    time_tokens(engine.scheduler, FEWEST_TIMED - 1, 100.0)
     assert engine.scheduler.token_budget == FIRST_BUDGET
-    engine._time_tokens(100, 0.1)
+    time_tokens(engine.scheduler, 100, 0.1)
     assert engine.scheduler.token_budget == 300
-    engine._time_tokens(100, 100.0)  # as when the machine was suspended
+    time_tokens(engine.scheduler, 100, 100.0)  # as when the machine was suspended
     assert engine.scheduler.token_budget == FEWEST_TIMED  # so that the next ones are timed too
     for _ in range(40):
-        engine._time_tokens(FEWEST_TIMED, FEWEST_TIMED * 0.0001)
+        time_tokens(engine.scheduler, FEWEST_TIMED, FEWEST_TIMED * 0.0001)
     assert engine.scheduler.token_budget == 512

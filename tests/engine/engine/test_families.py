@@ -107,7 +107,7 @@ class Family:
     def cold(self, prompt, sample=0, **given):
         """One sample by itself, for which nothing is cached."""
         sequence = self.sequences(prompt, **given)[sample]
-        assert self.run([sequence]) == sequence.num_cached_tokens == 0
+        assert self.run([sequence]) == sequence.kv.num_cached_tokens == 0
         return sequence
 
 
@@ -129,7 +129,7 @@ def assert_same(sequences, wanted):
     """The same tokens, with the same log-probabilities."""
     for found, other in zip(sequences, wanted, strict=True):
         assert found.output_tokens == other.output_tokens
-        logprobs = [[entry.logprob for entry in s.logprobs] for s in (found, other)]
+        logprobs = [[entry.logprob for entry in s.sampler.logprobs] for s in (found, other)]
         np.testing.assert_allclose(*logprobs, rtol=0, atol=TOLERANCE)
 
 
@@ -145,9 +145,9 @@ def test_a_hit_gives_what_a_cold_run_gives(family, alone):
     family.run([first])
     other = [*LONG[: STATE_GRID + 2], *ids(20, 9)]
     for prompt, wanted in ((LONG, alone[2]), (other, family.cold(other))):
-        (hit,) = family.sequences(prompt, first.cache_salt)
+        (hit,) = family.sequences(prompt, first.kv.cache_salt)
         family.run([hit])
-        assert hit.num_cached_tokens == STATE_GRID
+        assert hit.kv.num_cached_tokens == STATE_GRID
         assert_same([hit], [wanted])
 
 
@@ -158,7 +158,7 @@ def test_who_loses_its_blocks_and_is_computed_again_gives_the_same(family, alone
     before = family.engine.metrics.step_tokens.total
     num_preemptions = family.run(crowd)
     family.start_again(BLOCKS)
-    assert num_preemptions == sum(s.num_preemptions for s in crowd) > 0
+    assert num_preemptions == sum(s.schedule.num_preemptions for s in crowd) > 0
     computed = family.engine.metrics.step_tokens.total - before
     assert computed > sum(s.num_tokens - 1 for s in crowd), "nothing was computed again"
     assert_same(crowd, alone)
@@ -170,7 +170,7 @@ def test_samples_that_share_a_prompt_are_those_of_requests_apart(family):
     together, owners = family.sequences(LONG, **draws), []
     pools = family.engine.scheduler.blocks.pools
     family.run(together, lambda: owners.append(max(max(pool.ref_count) for pool in pools)))
-    assert [s.num_cached_tokens for s in together] == [0, STATE_GRID, STATE_GRID]
+    assert [s.kv.num_cached_tokens for s in together] == [0, STATE_GRID, STATE_GRID]
     assert max(owners) > 1
     assert_same(together, apart)
     assert len({tuple(s.output_tokens) for s in together}) == NUM_SAMPLES
@@ -183,7 +183,7 @@ def search(family):
         found = []
         for score, output in beams:
             sequence = family.cold([*BEGUN, *output], max_tokens=1, logprobs=NUM_BEAMS)
-            best = sequence.logprobs[0].top
+            best = sequence.sampler.logprobs[0].top
             found += [(score + logprob, [*output, token]) for token, logprob in best]
         beams = sorted(found, reverse=True)[:NUM_BEAMS]
     return beams
@@ -203,7 +203,8 @@ def test_beams_are_those_of_requests_apart(family, monkeypatch):
     assert len(forks) >= NUM_BEAMS and {c.group for c in copied} == set(range(len(family.windows)))
     assert [s.output_tokens for s in beams] == [output for _, output in wanted]
     scores = [score / BEAM_TOKENS for score, _ in wanted]
-    np.testing.assert_allclose([s.score for s in beams], scores, rtol=0, atol=TOLERANCE)
+    found = [state.completion_fields()["score"] for s in beams for state in s.features.values()]
+    np.testing.assert_allclose(found, scores, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.every_jax

@@ -1,6 +1,5 @@
 """Decode steps beside constrained rows: how many tokens a dispatch gives changes, never which."""
 
-import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 
 from rooflax import LLM, ExecutionOptions, SamplingParams
-from rooflax.engine.mask_reuse import MaskReuse
+from rooflax.engine.features.grammar import Constrained, MaskReuse, constrain
 from rooflax.engine.runner import Runner
 from rooflax.engine.sequence import Sequence
 from rooflax.ops import native
@@ -105,8 +104,11 @@ def test_what_was_counted_last_is_taken_back():
 
 def sequence(constraint, stays=0.5):
     params = SamplingParams(max_tokens=9)
-    found = Sequence(0, [1], params, 9, frozenset(), constraint=constraint)
-    return dataclasses.replace(found, mask_stays=stays)
+    found = Sequence(0, [1], params, 9, frozenset())
+    if constraint is not None:
+        constrain(found, constraint)
+        found.features[Constrained].mask_stays = stays
+    return found
 
 
 def test_more_steps_where_masks_stay_and_dispatches_cost():

@@ -18,8 +18,8 @@ def test_a_histogram_counts_up_to_each_bound():
 def test_the_times_of_a_request_add_up():
     metrics, params = Metrics(), SamplingParams(max_tokens=3, n=2)
     for index, reason in enumerate(("stop", "length", "abort")):
-        sequence = Sequence(0, [1, 2], params, 3, frozenset(), sample_index=index, arrival_s=10.0)
-        sequence.admitted_s = 11.0
+        sequence = Sequence(0, [1, 2], params, 3, frozenset(), sample_index=index)
+        sequence.times.arrival_s, sequence.times.admitted_s = 10.0, 11.0
         for now_s in (13.0, 14.0, 17.0):
             metrics.token(sequence, now_s)
             sequence.append(5, now_s)

@@ -9,7 +9,7 @@ import pytest
 from rooflax import load
 from rooflax.engine.compilation import count_compilations
 from rooflax.engine.engine import Engine
-from rooflax.engine.speculation import Drafter, Speculation
+from rooflax.engine.features.speculation import Drafter, Speculation
 from rooflax.nn.engine_config import EngineConfig
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.layout import STATE, blocks_needed
@@ -136,7 +136,7 @@ def test_c15_a_crowded_engine_gives_what_each_request_gives_alone(
     assert engine.scheduler.num_preemptions > 0
     metrics = engine.metrics
     assert (0 < metrics.num_accepted_tokens < metrics.num_draft_tokens) == drafts
-    hits = sum(s.num_cached_tokens or 0 for s in run.sequences)
+    hits = sum(s.kv.num_cached_tokens or 0 for s in run.sequences)
     if cache and engine.runner.windows == (None,):  # so few blocks seldom hold a whole window
         assert hits > 0
     assert cache or hits == 0

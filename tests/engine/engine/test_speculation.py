@@ -9,16 +9,17 @@ from hypothesis import strategies as st
 
 from rooflax import LLM, RequestError, SamplingParams, load
 from rooflax.engine.engine import Engine
-from rooflax.engine.sequence import Sequence
-from rooflax.engine.speculation import (
+from rooflax.engine.features.speculation import (
     LONGEST_NGRAM,
     LONGEST_REST,
     SHORTEST_NGRAM,
     TRIALS,
+    DraftCounts,
     Drafter,
     NgramDrafter,
     Speculation,
 )
+from rooflax.engine.sequence import Sequence
 from rooflax.nn.engine_config import EngineConfig
 from rooflax.nn.execution import ExecutionOptions
 
@@ -215,5 +216,8 @@ def test_a_draft_that_is_not_finite_leaves_nothing_behind(unhesitating, kernels)
             engine.step()
         tokens.append([s.output_tokens for s in sequences])
         assert [s.finish_reason for s in sequences] == ["length", "length"]
-    assert sequences[0].num_draft_tokens > 0 and sequences[0].num_preemptions == 1
+    assert (
+        sequences[0].features[DraftCounts].num_draft_tokens > 0
+        and sequences[0].schedule.num_preemptions == 1
+    )
     assert tokens[0] == tokens[1]

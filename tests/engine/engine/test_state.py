@@ -11,8 +11,8 @@ import pytest
 
 from rooflax import LLM, ExecutionOptions, RequestError, SamplingParams, load
 from rooflax.engine.engine import Engine
+from rooflax.engine.features.speculation import Drafter, Speculation
 from rooflax.engine.sequence import Sequence
-from rooflax.engine.speculation import Drafter, Speculation
 from rooflax.nn.engine_config import EngineConfig
 from rooflax.nn.layout import STATE, STATE_GRID, num_snapshots
 from rooflax.train.loop import check_trainable
@@ -100,7 +100,7 @@ def run(engine, prompts, params=GREEDY):
 
 def outcome(sequence):
     """Its tokens, and what it says of each of them."""
-    return sequence.output_tokens, [entry.logprob for entry in sequence.logprobs]
+    return sequence.output_tokens, [entry.logprob for entry in sequence.sampler.logprobs]
 
 
 def ids(seed, count):
@@ -133,7 +133,7 @@ def test_a_hit_at_any_length_gives_the_tokens_of_a_cold_run(engine, variant, dra
         known[0] = alone[0]
         (sequence,) = run(warm, [prompt], params)
         assert outcome(sequence) == alone, length
-        assert sequence.num_cached_tokens == length // STATE_GRID * STATE_GRID
+        assert sequence.kv.num_cached_tokens == length // STATE_GRID * STATE_GRID
     assert not any(warm.scheduler.blocks.num_used)
     assert (warm.metrics.num_accepted_tokens > 0) == drafts
 
@@ -157,7 +157,7 @@ def test_a_prompt_that_shares_900_of_1000_tokens_computes_at_most_164(engine, va
         (sequence,) = run(warm, [second])
     finally:
         del warm.runner.calls
-    assert sequence.num_cached_tokens == 896
+    assert sequence.kv.num_cached_tokens == 896
     assert sum(ran) == 1000 - 896 <= 164
     cold = engine(variant, prefix_caching=False)
     assert sequence.output_tokens == run(cold, [second])[0].output_tokens
@@ -170,7 +170,7 @@ def test_an_answer_is_part_of_the_next_prompt(engine, variant):
     warm, prompt = engine(variant), ids(4, 50)
     (turn,) = run(warm, [prompt], long)
     (following,) = run(warm, [[*turn.tokens, *ids(5, 9)]])
-    assert following.num_cached_tokens == 128
+    assert following.kv.num_cached_tokens == 128
     cold = engine(variant, prefix_caching=False)
     assert following.output_tokens == run(cold, [following.prompt_tokens])[0].output_tokens
 
@@ -188,7 +188,7 @@ def test_snapshots_go_with_their_blocks_and_stay_within_their_rows(engine, varia
         shared = ids(round_ % 4, 200)
         prompts = [[*shared[: 60 + 40 * i + round_], *ids(100 + round_, 9)] for i in range(3)]
         found = run(small, prompts)
-        hits += sum(s.num_cached_tokens or 0 for s in found)
+        hits += sum(s.kv.num_cached_tokens or 0 for s in found)
         for sequence, prompt in zip(found, prompts, strict=True):
             assert sequence.output_tokens == run(cold, [prompt])[0].output_tokens
         assert state._block_of.keys() <= full._block_of.keys()
@@ -268,7 +268,7 @@ def test_scores_are_those_of_the_whole(checkpoint, variant):
         logits = np.asarray(full_logits(llm.model, jnp.asarray([prompt], jnp.int32)))[0]
         logprobs = logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
         wanted = logprobs[np.arange(len(prompt) - 1), prompt[1:]]
-        scores = [entry.logprob for entry in found.prompt_logprobs]
+        scores = [entry.logprob for entry in found.sampler.prompt_logprobs]
         np.testing.assert_allclose(scores, wanted, rtol=0, atol=1e-4)
         np.testing.assert_allclose(llm.score(prompt)[0], wanted, rtol=0, atol=1e-4)
 
@@ -290,12 +290,12 @@ def test_log_probabilities_are_the_same_whatever_the_chunks_hits_and_drafts(engi
     def check(sequences):
         assert [s.output_tokens for s in sequences] == list(known.values())
         for sequence, other in zip(sequences, alone, strict=True):
-            found, wanted = ([e.logprob for e in s.logprobs] for s in (sequence, other))
+            found, wanted = ([e.logprob for e in s.sampler.logprobs] for s in (sequence, other))
             np.testing.assert_array_equal(found, wanted)
 
     cold = engine(variant, prefix_caching=False)
     alone = [run(cold, [prompt], params)[0] for prompt in prompts]
-    assert all(len(s.logprobs) == 20 for s in alone)
+    assert all(len(s.sampler.logprobs) == 20 for s in alone)
     known = {i: s.output_tokens for i, s in enumerate(alone)}
     check(run(engine(variant, prefix_caching=False, prefill_chunk=16), prompts, params))
     drafted = engine(variant, speculation=Always(Knowing(known), 3))

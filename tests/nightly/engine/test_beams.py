@@ -8,6 +8,7 @@ import pytest
 from rooflax import load
 from rooflax.engine.compilation import count_compilations
 from rooflax.engine.engine import Engine
+from rooflax.engine.features.beams import Beam
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.nn.engine_config import EngineConfig
 from rooflax.nn.execution import ExecutionOptions
@@ -79,15 +80,15 @@ def test_beams_in_a_crowd_are_the_beams_alone(tmp_path, family, cache):
     assert counts.requests == 0, "something compiled after warm-up"
     preempted = 0
     for sequence, wanted in zip(run.sequences, alone, strict=True):
-        assert len({m.finish_reason == "abort" for m in sequence.siblings}) == 1
+        assert len({m.finish_reason == "abort" for m in sequence.schedule.siblings}) == 1
         if sequence.finish_reason == "abort":
             continue
         found = given(sequence)
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
-        if sequence.group is not None:
-            preempted += sum(m.num_preemptions for m in sequence.siblings)
+        if Beam.of(sequence) is not None:
+            preempted += sum(m.schedule.num_preemptions for m in sequence.schedule.siblings)
             np.testing.assert_allclose(
                 [score for _, score in found], [score for _, score in wanted], rtol=0, atol=1e-4
             )
     assert preempted > 0, "no beam lost its blocks"
-    assert sum(s.finish_reason == "abort" for s in run.sequences if s.group is not None) >= 1
+    assert sum(s.finish_reason == "abort" for s in run.sequences if Beam.of(s) is not None) >= 1

@@ -59,7 +59,7 @@ class ScriptedLLM:
             if decoders is not None:
                 sample.decoder = decoders(index)
             lines[index] = self.script(list(prompt), params, index)
-            sample.sequence.prompt_logprobs = [_logprobs(t) for t in list(prompt)[1:]]
+            sample.sequence.sampler.prompt_logprobs = [_logprobs(t) for t in list(prompt)[1:]]
         self.num_open += 1
         open_, number = list(samples), 0
         try:

@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rooflax.engine.beams import BeamGroup, advance
 from rooflax.engine.block_manager import BlockManager
 from rooflax.engine.buckets import Buckets
 from rooflax.engine.packing import DecodeWriter, Layout, Writer
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.scheduler import Scheduler
-from rooflax.engine.sequence import Sequence, with_siblings
+from rooflax.engine.sequence import KVState, Sequence, with_siblings
 from rooflax.nn.engine_config import EngineConfig
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.layout import blocks_needed
@@ -26,24 +25,15 @@ SLOTS = 3
 
 def sequence(prompt=3, max_tokens=5, request=0, stop_ids=(), salt="", tokens=None):
     ids = list(range(prompt)) if tokens is None else tokens
-    return Sequence(
-        request, ids, SamplingParams(), max_tokens, frozenset(stop_ids), cache_salt=salt
-    )
-
-
-def beams(count, prompt=3, max_tokens=5, request=0, tokens=None, **given):
-    """The first beam of a group, which stands for all."""
-    ids = list(range(prompt)) if tokens is None else tokens
-    params = SamplingParams(num_beams=count, **given).with_defaults({})
-    members = [Sequence(request, ids, params, max_tokens, frozenset({7})) for _ in range(count)]
-    return BeamGroup(members).members[0]
+    params, ends = SamplingParams(), frozenset(stop_ids)
+    return Sequence(request, ids, params, max_tokens, ends, kv=KVState(salt))
 
 
 def candidates(seq):
     """A model of ten tokens: log-probabilities that depend on every token before."""
     past = bytes(seq.tokens)
     scored = [(token, -3 * zlib.crc32(past + bytes([token])) / 2**32) for token in range(10)]
-    return tuple(sorted(scored, key=lambda c: -c[1])[: seq.num_candidates])
+    return tuple(sorted(scored, key=lambda c: -c[1])[: seq.sampler.num_candidates])
 
 
 def make(windows=(None, 5), *, slots=SLOTS, chunk=6, steps=2, longest=30, share=1.0, **given):
@@ -58,7 +48,7 @@ def make(windows=(None, 5), *, slots=SLOTS, chunk=6, steps=2, longest=30, share=
     )
 
     def limit_steps(decodes, most):  # as the engine's
-        return 1 if any(s.num_candidates is not None for s in decodes) else most
+        return 1 if any(s.sampler.num_candidates is not None for s in decodes) else most
 
     return Scheduler(blocks, config, limit_steps=limit_steps)
 
@@ -79,9 +69,9 @@ class StubModel:
                 self.content[group][destination, offset] = held
         for seq in step.decodes:
             self.compute(seq, 1)
-            if seq.group is not None:
+            if seq.sampler.num_candidates is not None:
                 assert step.num_steps == 1
-                seq.candidates = candidates(seq)
+                seq.sampler.candidates = candidates(seq)
                 continue
             for index in range(num_steps):
                 if index:
@@ -91,29 +81,32 @@ class StubModel:
                     break
         for seq, count in step.prefills:
             self.compute(seq, count)
-            if seq.num_uncomputed_tokens == 0 and seq.group is not None:
-                seq.candidates = candidates(seq)
+            if seq.num_uncomputed_tokens == 0 and seq.sampler.num_candidates is not None:
+                seq.sampler.candidates = candidates(seq)
             elif seq.num_uncomputed_tokens == 0:
                 seq.append(self.next_token(seq), 0.0)
         self.scheduler.finish_step(step)
-        advance(self.scheduler, 0.0)
+        self.after_step()
+
+    def after_step(self):
+        """What features do."""
 
     def compute(self, seq, count):
         """Writes tokens into their slots, after checking that each query sees its own past."""
         for position in range(seq.num_computed_tokens, seq.num_computed_tokens + count):
             for group, window in enumerate(self.scheduler.blocks.windows):
                 block, offset = self.slot(seq, group, position)
-                self.content[group][block, offset] = (seq.tokens[: position + 1], seq.cache_salt)
+                self.content[group][block, offset] = (seq.tokens[: position + 1], seq.kv.cache_salt)
                 oldest = 0 if window is None else max(0, position - window + 1)
                 for seen in range(oldest, position + 1):
                     held = self.content[group].get(self.slot(seq, group, seen))
-                    assert held == (seq.tokens[: seen + 1], seq.cache_salt)
+                    assert held == (seq.tokens[: seen + 1], seq.kv.cache_salt)
         seq.num_computed_tokens += count
 
     def slot(self, seq, group, position):
-        relative = position - seq.first_positions[group]
+        relative = position - seq.kv.first_positions[group]
         assert relative >= 0, "a query sees a block that is gone"
-        return seq.block_tables[group][relative // BLOCK_SIZE], relative % BLOCK_SIZE
+        return seq.kv.block_tables[group][relative // BLOCK_SIZE], relative % BLOCK_SIZE
 
 
 def check_blocks(scheduler):
@@ -123,11 +116,11 @@ def check_blocks(scheduler):
         pool = blocks.pools[group]
         owners = [0] * pool.num_blocks
         for seq in scheduler.running:
-            table = seq.block_tables[group]
+            table = seq.kv.block_tables[group]
             assert len(set(table)) == len(table) and 0 not in table
             for block in table:
                 owners[block] += 1
-            first = seq.first_positions[group]
+            first = seq.kv.first_positions[group]
             assert first % BLOCK_SIZE == 0 and (window is not None or first == 0)
             most = blocks_needed(window, seq.longest, scheduler.new_tokens, BLOCK_SIZE)
             assert len(table) <= most
@@ -135,8 +128,8 @@ def check_blocks(scheduler):
         assert {b for b in range(1, pool.num_blocks) if owners[b] == 0} == set(pool.free)
         assert set(pool._hash_of) == set(pool._block_of.values())
         assert len(pool._hash_of) == len(pool._block_of)
-    assert all(not seq.block_tables and seq.slot is None for seq in scheduler.waiting)
-    slots = [seq.slot for seq in scheduler.running] + scheduler._free_slots
+    assert all(not seq.kv.block_tables and seq.schedule.slot is None for seq in scheduler.waiting)
+    slots = [seq.schedule.slot for seq in scheduler.running] + scheduler._free_slots
     assert sorted(slots) == list(range(scheduler.config.max_num_seqs))
 
 
@@ -144,9 +137,9 @@ def check_step(scheduler, step):
     """Rows are running sequences, once each, within the budget; queues are in order of arrival."""
     rows = step.sequences
     assert len({id(seq) for seq in rows}) == len(rows)
-    ready = any(s.group is not None and s.group.is_ready for s in scheduler.running)
-    assert rows or ready, "a step must get somebody on"
-    assert all(seq.slot is not None and not seq.is_finished for seq in rows)
+    waits = any(len(seq.schedule.siblings) > 1 for seq in scheduler.running)
+    assert rows or waits, "a step must get somebody on"
+    assert all(seq.schedule.slot is not None and not seq.is_finished for seq in rows)
     assert all(seq.num_uncomputed_tokens == 1 for seq in step.decodes)
     assert 1 <= step.num_steps <= scheduler.config.decode_steps
     assert all(step.num_steps <= seq.num_remaining_tokens for seq in step.decodes)
@@ -164,7 +157,8 @@ def check_decode_rows(writer, step):
     new = Writer(writer.layout, SLOTS)
     new.header[:] = step.num_steps, len(step.decodes), 0
     for seq in step.decodes:
-        seq.num_uncounted, seq.num_discarded = seq.num_tokens % 2, seq.num_tokens % 3
+        sampler, count = seq.sampler, seq.num_tokens
+        sampler.num_uncounted, sampler.num_discarded = count % 2, count % 3
         new.add(seq, seq.num_computed_tokens, 1)
     np.testing.assert_array_equal(writer.write(step.decodes, step.num_steps), new.finish())
 
@@ -175,13 +169,11 @@ ACTIONS = st.lists(
         st.tuples(st.just("step"), st.integers(1, 4), st.integers(1, 3)),
         st.tuples(st.just("abort"), st.integers(0, 30), st.just(0)),
         st.tuples(st.just("preempt"), st.just(0), st.just(0)),
-        st.tuples(st.just("beams"), st.integers(1, 20), st.integers(1, 10)),
+        st.tuples(st.just("siblings"), st.integers(1, 20), st.integers(1, 10)),
     ),
     max_size=60,
 )
-
-
-@given(
+LOADS = given(
     actions=ACTIONS,
     windows=st.sampled_from([(None,), (5,), (None, 5), (None, 3, 9)]),
     chunk=st.integers(1, 9),
@@ -191,21 +183,46 @@ ACTIONS = st.lists(
     cache=st.booleans(),
     alphabet=st.integers(1, 2),
 )
-@settings(max_examples=300, deadline=None)
-def test_random_requests_leak_nothing_and_mix_nothing(
-    actions, windows, chunk, steps, budget, share, cache, alphabet
+
+
+@LOADS
+@settings(max_examples=200, deadline=None)
+def test_random_requests_leak_nothing_and_mix_nothing(**load):
+    run_random(**load)
+
+
+def run_random(
+    actions,
+    windows,
+    chunk,
+    steps,
+    budget,
+    share,
+    cache,
+    alphabet,
+    *,
+    model=StubModel,
+    siblings=None,
 ):
-    """Few tokens, so that prompts share beginnings; few blocks, so that some must give way."""
+    """Few tokens, so that prompts share beginnings; few blocks, so that some must give way.
+
+    Args:
+        model: runs the steps.
+        siblings: makes sequences that run together, if any shall; the first of them.
+
+    Returns:
+        Every sequence, of siblings the first.
+    """
     scheduler = make(
         windows, chunk=chunk, steps=steps, max_tokens_per_step=budget, share=share, cache=cache
     )
-    stub = StubModel(scheduler, lambda seq: 7 if seq.num_tokens % 11 == 0 else seq.num_tokens % 2)
+    stub = model(scheduler, lambda seq: 7 if seq.num_tokens % 11 == 0 else seq.num_tokens % 2)
     tables = tuple(blocks_needed(w, 30, scheduler.new_tokens, BLOCK_SIZE) for w in windows)
     writer = DecodeWriter(Layout(SLOTS, SLOTS, tables), SLOTS)
     everyone = []
 
     def step(early=None):
-        planned = scheduler.schedule()
+        planned = scheduler.plan()
         check_blocks(scheduler)
         if planned is None:
             assert not scheduler.has_unfinished
@@ -225,9 +242,9 @@ def test_random_requests_leak_nothing_and_mix_nothing(
             assert scheduler.can_ever_run(seq)
             everyone.append(seq)
             scheduler.add(seq)
-        elif action == "beams":
+        elif action == "siblings" and siblings:
             tokens = [(first * i) % alphabet for i in range(first)]
-            seq = beams(2 + first % 2, max_tokens=second, request=len(everyone), tokens=tokens)
+            seq = siblings(2 + first % 2, max_tokens=second, request=len(everyone), tokens=tokens)
             if scheduler.can_ever_run(seq):
                 everyone.append(seq)
                 for member in with_siblings([seq]):
@@ -245,27 +262,14 @@ def test_random_requests_leak_nothing_and_mix_nothing(
         if not step():
             break
     assert not scheduler.has_unfinished
-    assert all(s.is_finished and s.block_tables == [] for s in with_siblings(everyone))
-    for seq in everyone:
-        if seq.group is not None and seq.finish_reason != "abort":
-            assert [(m.tokens, m.score) for m in seq.siblings] == beams_alone(seq)
+    assert all(s.is_finished and s.kv.block_tables == [] for s in with_siblings(everyone))
     assert scheduler.blocks.num_used == [0] * len(windows)
-
-
-def beams_alone(seq):
-    """What the group gives with nobody beside it and room for all."""
-    scheduler = make((None,), chunk=40, longest=40)
-    alone = beams(len(seq.siblings), max_tokens=seq.max_tokens, tokens=list(seq.prompt_tokens))
-    for member in alone.siblings:
-        scheduler.add(member)
-    run_all(scheduler, StubModel(scheduler))
-    assert scheduler.num_preemptions == 0
-    return [(m.tokens, m.score) for m in alone.siblings]
+    return everyone
 
 
 def run_all(scheduler, stub):
     steps = 0
-    while (step := scheduler.schedule()) is not None:
+    while (step := scheduler.plan()) is not None:
         stub.run(step)
         steps += 1
     return steps
@@ -278,8 +282,11 @@ def test_who_comes_last_gives_way_first_and_finishes_all_the_same():
     scheduler.add(first)
     scheduler.add(second)
     run_all(scheduler, stub)
-    assert (first.num_preemptions, second.num_preemptions) == (0, scheduler.num_preemptions)
-    assert second.num_preemptions >= 1
+    assert (first.schedule.num_preemptions, second.schedule.num_preemptions) == (
+        0,
+        scheduler.num_preemptions,
+    )
+    assert second.schedule.num_preemptions >= 1
     assert first.num_output_tokens == second.num_output_tokens == 20
 
 
@@ -288,18 +295,18 @@ def test_decoding_goes_on_beside_prompts_within_the_budget():
     stub = StubModel(scheduler)
     first, second = sequence(4, 9, 0), sequence(10, 5, 1, tokens=[9] * 10)
     scheduler.add(first)
-    stub.run(scheduler.schedule())
+    stub.run(scheduler.plan())
     assert first.num_output_tokens == 1
     scheduler.add(second)
-    step = scheduler.schedule()
+    step = scheduler.plan()
     assert (step.decodes, step.num_steps, step.prefills) == ([first], 1, [(second, 4)])
     stub.run(step)
-    assert scheduler.schedule().prefills == [(second, 4)]
+    assert scheduler.plan().prefills == [(second, 4)]
     run_all(scheduler, stub)
     step = make((None,), slots=1, steps=3, longest=40)
     alone = sequence(1, 9)
     step.add(alone)
-    assert step.schedule().num_steps == 3  # nothing else to do
+    assert step.plan().num_steps == 3  # nothing else to do
 
 
 def test_a_shared_beginning_is_computed_once():
@@ -309,10 +316,10 @@ def test_a_shared_beginning_is_computed_once():
     sequences = [sequence(tokens=[*prefix, n], max_tokens=3, request=n) for n in range(3)]
     for seq in sequences:
         scheduler.add(seq)
-    step = scheduler.schedule()
+    step = scheduler.plan()
     assert step.prefills == [(sequences[0], 17)]  # the others wait for it
     stub.run(step)
-    step = scheduler.schedule()
+    step = scheduler.plan()
     assert step.decodes == sequences  # of each the last token is left
 
 
@@ -343,11 +350,11 @@ def test_shared_blocks_are_reported_and_salted():
     for seq in sequences:
         scheduler.add(seq)
     run_all(scheduler, stub)
-    assert [seq.num_cached_tokens for seq in sequences] == [0, 16, 0, 16]
+    assert [seq.kv.num_cached_tokens for seq in sequences] == [0, 16, 0, 16]
     longer = sequence(tokens=prefix, max_tokens=1, request=4)
     scheduler.add(longer)
     run_all(scheduler, stub)
-    assert longer.num_cached_tokens == 12  # the last token is always computed
+    assert longer.kv.num_cached_tokens == 12  # the last token is always computed
 
 
 def test_the_blocks_used_longest_ago_are_forgotten_first():
@@ -359,7 +366,7 @@ def test_the_blocks_used_longest_ago_are_forgotten_first():
         seq = sequence(tokens=[first_token] * count, max_tokens=1)
         scheduler.add(seq)
         run_all(scheduler, stub)
-        return seq.num_cached_tokens
+        return seq.kv.num_cached_tokens
 
     assert [run(1, 13), run(2, 13), run(1, 13)] == [0, 0, 12]
     assert run(3, 25) == 0  # 7 blocks: those of 2 go, and one of 1
@@ -376,9 +383,9 @@ def test_a_prefix_hit_of_a_window_needs_only_what_the_next_query_sees(window):
     run_all(scheduler, stub)
     second = sequence(tokens=[*range(20), 99], max_tokens=1)
     scheduler.add(second)
-    step = scheduler.schedule()
-    assert second.num_cached_tokens == 20
-    assert second.first_positions == [0, max(0, 20 - window + 1) // BLOCK_SIZE * BLOCK_SIZE]
+    step = scheduler.plan()
+    assert second.kv.num_cached_tokens == 20
+    assert second.kv.first_positions == [0, max(0, 20 - window + 1) // BLOCK_SIZE * BLOCK_SIZE]
     stub.run(step)
 
 
@@ -412,73 +419,6 @@ def test_what_cannot_run_even_alone_is_known_before():
     scheduler = make((None,), slots=1, longest=20)
     assert scheduler.can_ever_run(sequence(10, 10))
     assert not scheduler.can_ever_run(sequence(10, 11))
-
-
-def test_beams_share_the_prompt_and_copy_only_the_block_they_write():
-    scheduler = make((None,), slots=4, chunk=40, longest=40)
-    stub = StubModel(scheduler)
-    first = beams(3, prompt=10, max_tokens=9)
-    for member in first.siblings:
-        scheduler.add(member)
-    step = scheduler.schedule()
-    assert (step.sequences, len(scheduler.running)) == ([first], 3)
-    stub.run(step)
-    prompt = list(first.block_tables[0])
-    assert [m.block_tables for m in first.siblings] == [[prompt]] * 3
-    assert scheduler.blocks.num_used == [3]
-    assert len({tuple(m.tokens) for m in first.siblings}) == 3
-    step = scheduler.schedule()
-    assert step.decodes == first.siblings
-    tables = [m.block_tables[0] for m in first.siblings]
-    assert [(c.source, c.destination) for c in step.copies] == [
-        (prompt[2], t[2]) for t in tables[:2]
-    ]
-    assert scheduler.blocks.num_used == [2 + 3]  # the last owner of the third block keeps it
-    assert [t[:2] for t in tables] == [prompt[:2]] * 3 and len({t[2] for t in tables}) == 3
-    stub.run(step)
-    run_all(scheduler, stub)
-    assert all(m.is_finished for m in first.siblings) and scheduler.blocks.num_used == [0]
-
-
-def test_beams_choose_as_the_rules_say():
-    """Worked by hand: two beams, 7 ends a text, the score is the sum over the length."""
-
-    def group(**given):
-        found = beams(2, prompt=2, max_tokens=4, **given).group
-        found.members[0].candidates = ((5, -1.0), (7, -1.5), (6, -2.0))
-        going = found.choose()
-        assert going == {0: (-1.0, 0, 5), 1: (-2.0, 0, 6)}
-        assert found.finished == [(-1.5, (7,))]
-        found.go_on(going, 0.0)
-        assert found.members[0].tokens == [0, 1, 5] and found.members[1].tokens == [0, 1, 6]
-        return found
-
-    def second_step(found):
-        found.members[0].candidates = ((7, -0.5), (1, -0.75), (2, -9.0))
-        found.members[1].candidates = ((3, -5.0), (4, -6.0), (7, -7.0))
-        return found.choose()
-
-    found = group()
-    going = second_step(found)  # -1.75 / 2 could still beat -1.5
-    assert going == {0: (-1.75, 0, 1), 1: (-7.0, 1, 3)}
-    assert found.finished == [(-0.75, (5, 7)), (-1.5, (7,))]
-    assert second_step(group(early_stopping=True)) == {}
-    assert second_step(group(length_penalty=0.0)) == {}  # -1.75 is worse than -1.5 already
-    assert second_step(group(length_penalty=0.0, early_stopping="never")) == {}
-    found = group(early_stopping=True)
-    second_step(found)
-    found.end(1.0)
-    assert [(m.tokens, m.score, m.finish_reason) for m in found.members] == [
-        ([0, 1, 5, 7], -0.75, "stop"),
-        ([0, 1, 7], -1.5, "stop"),
-    ]
-    assert [len(m.token_times_s) for m in found.members] == [2, 1]
-
-
-def test_beams_that_cannot_run_together_are_known_before():
-    assert make((None,), slots=3, longest=20).can_ever_run(beams(3, 10, 10))
-    assert not make((None,), slots=2, longest=20).can_ever_run(beams(3, 10, 10))
-    assert not make((None,), slots=3, longest=20, share=0.7).can_ever_run(beams(3, 10, 10))
 
 
 @pytest.mark.parametrize("pads", [True, False])
@@ -529,7 +469,7 @@ def test_computed_over_requested_tokens_where_buckets_pad(budget):
     while waiting or scheduler.has_unfinished:
         while waiting and len(scheduler.waiting) < 2:
             scheduler.add(waiting.pop())
-        step = scheduler.schedule()
+        step = scheduler.plan()
         counts = [1] * len(step.decodes) + [count for _, count in step.prefills]
         requested += sum(counts)
         if step.prefills:
@@ -546,7 +486,10 @@ def test_computed_over_requested_tokens_where_buckets_pad(budget):
 
 @pytest.mark.parametrize(
     "module",
-    ["scheduler", "block_manager", "beams", "sequence", "sampling_params", "buckets", "metrics"],
+    [
+        *("scheduler", "block_manager", "step_budget", "sequence", "sampling_params", "buckets"),
+        *("metrics", "features.grammar", "features.speculation"),
+    ],
 )
 def test_planning_needs_no_jax(module):
     code = f"import rooflax.engine.{module}, sys; sys.exit('jax' in sys.modules)"

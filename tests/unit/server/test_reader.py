@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
+from pathlib import Path
 
 import pytest
 
 from rooflax.loading.incremental import spelled_bytes
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.server.formats import format_of, formats
-from rooflax.server.reader import Event, Reader
+from rooflax.server.reader import TRANSITIONS, Event, Reader
 from tests.support.loading import fixtures as tokenizers
 from tests.support.loading.rendering import render
 from tests.unit.loading.test_chat_template import TEMPLATES
@@ -548,3 +550,9 @@ def test_equals_transformers_parser(of_kind, number):
     if "x <think>" not in text:  # reasoning comes first; theirs may come anywhere
         assert reasoning == theirs.get("thinking", "")
         assert content.strip() == theirs.get("content", "")
+
+
+def test_the_states_are_drawn_as_they_are():
+    page = (Path(__file__).parents[3] / "docs/server.md").read_text(encoding="utf-8")
+    drawn = re.findall(r"^    (\w+) --> (\w+): (.+)$", page, re.MULTILINE)
+    assert sorted(drawn) == sorted((a, b, step) for (a, step), b in TRANSITIONS.items())

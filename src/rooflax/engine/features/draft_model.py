@@ -10,11 +10,11 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-from rooflax.engine.buckets import bucket
+from rooflax.engine.buckets import SMALLEST_STEP, bucket
 from rooflax.engine.engine import Engine
-from rooflax.engine.runner import SMALLEST_STEP, Compiled
-from rooflax.engine.sequence import Sequence
-from rooflax.engine.speculation import Drafter
+from rooflax.engine.features.speculation import Drafter
+from rooflax.engine.runner import Compiled
+from rooflax.engine.sequence import KVState, Sequence
 from rooflax.errors import EngineError
 from rooflax.ops.accelerator import block_size
 
@@ -29,6 +29,7 @@ class ModelDrafter(Drafter):
 
     def __init__(self, engine: Engine, vocab_size: int):
         self.engine, self._vocab_size = engine, vocab_size
+        self.num_bytes = engine.model.weights_bytes + engine.kv_cache_bytes
 
     def propose(self, sequences: Seq[Sequence], num_tokens: int) -> list[list[int]]:
         guesses = {id(s): _shadow(s, num_tokens) for s in sequences if self._fits(s, num_tokens)}
@@ -50,10 +51,6 @@ class ModelDrafter(Drafter):
         vocab_size = self.engine.model.config.vocab_size
         return vocab_size >= self._vocab_size or max(sequence.tokens) < vocab_size
 
-    @property
-    def num_bytes(self) -> int:
-        return self.engine.model.weights_bytes + self.engine.kv_cache_bytes
-
     def _known(self, tokens: list[int]) -> list[int]:
         """Up to the first id that the larger model does not have."""
         for index, token in enumerate(tokens):
@@ -61,14 +58,12 @@ class ModelDrafter(Drafter):
                 return tokens[:index]
         return tokens
 
-    def warm_up(self, num_tokens: int) -> None:
-        if self.engine.config.options.jit and not self.engine.runner.is_fully_warm:
-            self.warm_up_all(lambda _: None, num_tokens)
-
-    def warm_up_all(self, report: Callable[[Compiled], None], num_tokens: int) -> list[Compiled]:
+    def warm_up(self, report: Callable[[Compiled], None], num_tokens: int) -> list[Compiled]:
         """Few shapes: prompts, and for all sequences what came since the last step, with the part
         of a block that was not full by then."""
         engine = self.engine
+        if engine.runner.is_fully_warm or not engine.config.options.jit:
+            return []
         new = engine.config.max_num_seqs * bucket(block_size() + num_tokens, SMALLEST_STEP)
         buckets = engine.server_buckets()
         tokens = tuple(sorted({min(new, buckets.tokens[-1]), buckets.tokens[-1]}))
@@ -89,7 +84,7 @@ def _shadow(sequence: Sequence, num_tokens: int) -> Sequence:
         sequence.num_output_tokens + num_tokens,
         frozenset(),
         sequence.sample_index,
-        cache_salt=sequence.cache_salt,
+        kv=KVState(sequence.kv.cache_salt),
     )
     shadow.tokens = list(sequence.tokens)
     return shadow

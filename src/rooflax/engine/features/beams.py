@@ -6,16 +6,17 @@ blocks and slots are the scheduler's.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rooflax.engine.sampling_params import SamplingParams
-from rooflax.engine.sequence import Sequence
+from rooflax.engine.features.feature import Feature
+from rooflax.engine.sequence import FeatureState, Sequence, StepOutput
 from rooflax.errors import RequestError
 from rooflax.fields.sampling import MAX_LOGPROBS
 
 if TYPE_CHECKING:
-    from rooflax.engine.scheduler import Scheduler
+    from rooflax.engine.scheduler import Scheduler, StepPlan
 
 
 class Continuation(NamedTuple):
@@ -40,6 +41,19 @@ class Hypothesis(NamedTuple):
 
 
 @dataclass(eq=False)
+class Beam(FeatureState):
+    """A sequence's beam search, and its score once it has finished; see Hypothesis."""
+
+    feature = "beam search"
+
+    group: BeamGroup
+    score: float | None = None
+
+    def completion_fields(self) -> dict[str, Any]:
+        return {"score": self.score}
+
+
+@dataclass(eq=False)
 class BeamGroup:
     """The beams of one request.
 
@@ -59,14 +73,16 @@ class BeamGroup:
     def __post_init__(self) -> None:
         self.scores = [0.0] * len(self.members)
         for index, member in enumerate(self.members):
-            member.group, member.siblings, member.awaits_fork = self, self.members, index > 0
+            member.features[Beam], schedule = Beam(self), member.schedule
+            schedule.siblings, schedule.awaits_fork = self.members, index > 0
             # enough if the best of all are those that would end it
-            member.num_candidates = len(self.members) + len(member.stop_ids)
+            member.sampler.num_candidates = len(self.members) + len(member.stop_ids)
 
     @property
     def is_ready(self) -> bool:
         """Whether every beam has its slot, and its candidates."""
-        return all(m.slot is not None and m.num_uncomputed_tokens == 0 for m in self.members)
+        slots = [member.schedule.slot for member in self.members]
+        return None not in slots and not any(m.num_uncomputed_tokens for m in self.members)
 
     def choose(self) -> dict[int, Continuation]:
         """The best continuations, by the beam that takes each; none if the search is over.
@@ -79,7 +95,7 @@ class BeamGroup:
         candidates = [
             Continuation(self.scores[index] + logprob, index, token)
             for index, member in enumerate(self.members)
-            for token, logprob in member.candidates
+            for token, logprob in member.sampler.candidates
         ]
         best = sorted(candidates, key=lambda c: -c.score)
         length = first.num_output_tokens + 1
@@ -130,17 +146,17 @@ class BeamGroup:
             self.members[index].tokens.append(found.token)
             self.scores[index] = found.score
         for member in self.members:
-            member.candidates = ()
-        self.members[0].token_times_s.append(now_s)
+            member.sampler.candidates = ()
+        self.members[0].times.tokens_s.append(now_s)
 
     def end(self, now_s: float) -> None:
         """Makes the beams the finished texts, the best one first."""
-        times_s = [*self.members[0].token_times_s, now_s]
-        num_cached = self.members[0].num_cached_tokens
+        times_s = [*self.members[0].times.tokens_s, now_s]
+        num_cached = self.members[0].kv.num_cached_tokens
         for member, done in zip(self.members, self.finished, strict=True):
             member.tokens = [*member.prompt_tokens, *done.tokens]
-            member.token_times_s = times_s[: len(done.tokens)]
-            member.num_cached_tokens, member.score = num_cached, done.score
+            member.times.tokens_s = times_s[: len(done.tokens)]
+            member.kv.num_cached_tokens, member.features[Beam].score = num_cached, done.score
             member.finish("stop" if done.tokens[-1] in member.stop_ids else "length")
 
 
@@ -162,7 +178,8 @@ def advance(scheduler: Scheduler, now_s: float) -> list[BeamGroup]:
 
     A beam goes on from the cache of the one that it continues.
     """
-    groups = {id(s.group): s.group for s in scheduler.running if s.group is not None}
+    beams = map(Beam.of, scheduler.running)
+    groups = {id(beam.group): beam.group for beam in beams if beam is not None}
     ready = [group for group in groups.values() if group.is_ready]
     for group in ready:
         next_beams = group.choose()
@@ -173,36 +190,57 @@ def advance(scheduler: Scheduler, now_s: float) -> list[BeamGroup]:
             group.go_on(next_beams, now_s)
         else:
             group.end(now_s)
-            scheduler.leave(group.members)
+            for member in group.members:
+                scheduler.leave(member)
     return ready
 
 
-def check_beams(
-    params: SamplingParams, stop_ids: frozenset[int], vocab_size: int, num_slots: int
-) -> None:
-    """Rejects a beam search that could not run.
+class Beams(Feature):
+    """Beam search as a feature of the engine."""
 
-    Args:
-        num_slots: sequences that run at once.
+    state = Beam
 
-    Raises:
-        RequestError: with the numbers.
-    """
-    beams = params.num_beams
-    if beams > num_slots:
-        raise RequestError(
-            f"num_beams is {beams} and max_num_seqs {num_slots}; every beam runs at the same "
-            f"time, so raise the latter or lower the former."
-        )
-    if beams + len(stop_ids) > MAX_LOGPROBS:
-        raise RequestError(
-            f"num_beams is {beams} and {len(stop_ids)} ids end the text; together they may be "
-            f"{MAX_LOGPROBS}."
-        )
-    allowed = set(params.allowed_token_ids) or set(range(vocab_size))
-    num_open = len(allowed - set(params.banned_token_ids) - stop_ids)
-    if num_open < beams:
-        raise RequestError(
-            f"num_beams is {beams} and {num_open} ids may be chosen without ending the text; "
-            f"every beam needs one."
-        )
+    @classmethod
+    def prepare(cls, sequences: list[Sequence]) -> None:
+        if sequences[0].params.num_beams > 1:
+            BeamGroup(sequences)
+
+    @classmethod
+    def check(cls, sequence: Sequence, vocab_size: int, num_slots: int) -> None:
+        beams, params = sequence.params.num_beams, sequence.params
+        if Beam.of(sequence) is None:
+            return
+        if beams > num_slots:
+            raise RequestError(
+                f"num_beams is {beams} and max_num_seqs {num_slots}; every beam runs at the same "
+                f"time, so raise the latter or lower the former."
+            )
+        if beams + len(sequence.stop_ids) > MAX_LOGPROBS:
+            raise RequestError(
+                f"num_beams is {beams} and {len(sequence.stop_ids)} ids end the text; together "
+                f"they may be {MAX_LOGPROBS}."
+            )
+        allowed = set(params.allowed_token_ids) or set(range(vocab_size))
+        num_open = len(allowed - set(params.banned_token_ids) - sequence.stop_ids)
+        if num_open < beams:
+            raise RequestError(
+                f"num_beams is {beams} and {num_open} ids may be chosen without ending the text; "
+                f"every beam needs one."
+            )
+
+    def limit_steps(self, decodes: list[Sequence], most: int) -> int:
+        chooses = any(s.sampler.num_candidates is not None for s in decodes)
+        return 1 if chooses else most  # the host chooses every token
+
+    def after_step(self, plan: StepPlan) -> list[StepOutput]:
+        """Ends the searches of which a beam failed, and lets those go on of which all have run."""
+        now_s, outputs = time.perf_counter(), []
+        for sequence in plan.sequences:
+            if sequence.finish_reason == "error" and Beam.of(sequence) is not None:
+                outputs += self.core.fail(sequence, str(sequence.error), now_s)
+        for group in advance(self.core.scheduler, now_s):
+            self.core.metrics.token(group.members[0], now_s)
+            ended = [member for member in group.members if member.is_finished]
+            self.core.metrics.finished_all(ended, now_s)
+            outputs += [member.output_since(0) for member in ended]
+        return outputs

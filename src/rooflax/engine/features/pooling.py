@@ -1,21 +1,58 @@
-"""The step of an engine that embeds: forward, and a vector where a sequence ends. No token."""
+"""`Pooling`: an engine that embeds. A step is forward, and a vector where a sequence ends."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rooflax.engine import packing
-from rooflax.engine.sequence import Sequence
+from rooflax.engine.features.feature import CallTimes, Feature
+from rooflax.engine.sequence import FeatureState, Sequence
 from rooflax.engine.steps import Carry, StepInput, are_finite, last_hidden
 from rooflax.models.model import Model
 from rooflax.nn.batch import Batch
+from rooflax.nn.engine_config import EngineConfig
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.pooler import Pooler
 from rooflax.nn.shards import Shards
 
+if TYPE_CHECKING:
+    from rooflax.engine.packing import StepResult
+    from rooflax.engine.runner import Call
+
 Vectors = Float[Array, "B width"]
+
+
+@dataclass(eq=False)
+class Pooled(FeatureState):
+    """The vector of a sequence's tokens so far."""
+
+    feature = "pooling"
+
+    vector: np.ndarray
+
+
+class Pooling(Feature):
+    """Pooling as a feature of the engine: every sequence ends with its prompt, and has a vector."""
+
+    state = Pooled
+
+    @classmethod
+    def step_function(cls, config: EngineConfig) -> dict[str, Any]:
+        return {} if config.pooler is None else {"run": pooled, "pooler": config.pooler}
+
+    def after_call(self, call: Call, result: StepResult, times: CallTimes) -> None:
+        pooler = self.core.config.pooler
+        if pooler is None or result.vectors is None:
+            return
+        for row, (sequence, count) in enumerate(zip(call.sequences, call.counts, strict=True)):
+            _take_vector(pooler, sequence, result.vectors[row], count)
+            if count == sequence.num_uncomputed_tokens and result.is_finite(0, row):
+                sequence.finish("stop")
 
 
 def pooled(
@@ -73,12 +110,13 @@ def _over_tokens(pooler: Pooler, hidden: Float[Array, "rows seq D"], batch: Batc
     return sums / jnp.maximum(totals, 1.0)[:, None]
 
 
-def take_vector(pooler: Pooler, sequence: Sequence, vector: np.ndarray, count: int) -> None:
+def _take_vector(pooler: Pooler, sequence: Sequence, vector: np.ndarray, count: int) -> None:
     """Gives a sequence the vector of all its tokens so far: the last `count` have this one."""
     before = sequence.num_computed_tokens
     if pooler.needs_all and before:
-        known = sequence.vector
-        assert known is not None
+        state = Pooled.of(sequence)
+        assert state is not None
+        known = state.vector
         if pooler.kind == "first":
             return
         if pooler.kind == "max":
@@ -89,4 +127,4 @@ def take_vector(pooler: Pooler, sequence: Sequence, vector: np.ndarray, count: i
                 ends = before * (before + 1), (before + count) * (before + count + 1)
                 shares = ends[0], ends[1] - ends[0]
             vector = (known * shares[0] + vector * shares[1]) / sum(shares)
-    sequence.vector = vector
+    sequence.features[Pooled] = Pooled(vector)

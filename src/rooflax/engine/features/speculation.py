@@ -9,15 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from rooflax.engine.sequence import Sequence
+from rooflax.engine.buckets import StepKind
+from rooflax.engine.features.feature import CallTimes, Feature
+from rooflax.engine.sequence import FeatureState, Sequence
 from rooflax.nn.execution import DEFAULT_DRAFT_TOKENS
+
+if TYPE_CHECKING:
+    from rooflax.engine.packing import StepResult
+    from rooflax.engine.runner import Call, Compiled
+    from rooflax.engine.scheduler import StepPlan
 
 LONGEST_NGRAM, SHORTEST_NGRAM = 4, 2
 FIRST_ACCEPTANCE = 0.5
-"""Share of drafts that is expected to hold while nothing is known."""
+"""Share of drafts that is expected to be accepted while nothing is known."""
 MEMORY = 0.8
 """Weight of the past in the running means."""
 SHORTEST_REST, LONGEST_REST = 32, 1024
@@ -29,26 +37,24 @@ AWAKE_STEPS = 4
 
 
 class Drafter:
-    """Guesses how sequences go on; a guess may be empty, and here all are."""
+    """Guesses how sequences go on; a guess may be empty, and here all are.
+
+    Attributes:
+        num_bytes: of device memory that it takes.
+    """
+
+    num_bytes = 0
 
     def propose(self, sequences: Seq[Sequence], num_tokens: int) -> list[list[int]]:
         """At most `num_tokens` guesses for each sequence."""
         return [[] for _ in sequences]
 
-    def warm_up(self, num_tokens: int) -> None:
-        """Compiles what drafting will need."""
-
-    def warm_up_all(self, report: Callable[[Any], None], num_tokens: int) -> list[Any]:
-        """Compiles what drafting for any sequence can need; the lines of a warm-up report."""
+    def warm_up(self, report: Callable[[Compiled], None], num_tokens: int) -> list[Compiled]:
+        """Compiles what drafting can need, once; lines of the warm-up report."""
         return []
 
     def reset(self) -> None:
         """Forgets everything, after a failure."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Of device memory that it takes."""
-        return 0
 
 
 class NgramDrafter(Drafter):
@@ -91,9 +97,22 @@ class _Ngrams:
         return []
 
 
-class Speculation:
-    """All that the engine knows of drafts: asks a drafter where that pays, by what steps took and
-    how many drafts held.
+@dataclass
+class DraftCounts(FeatureState):
+    """Drafts that were run for a sequence, and those that were accepted."""
+
+    feature = "speculative decoding"
+
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def completion_fields(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Speculation(Feature):
+    """Speculative decoding as a feature of the engine: asks a drafter where that pays, by what
+    steps took and how many drafts were accepted.
 
     A step with drafts pays if it gives more tokens per second than a decode step:
     (rows + acceptance * drafts) / verify_s > rows / decode_s. Where it does not, only a few trials
@@ -103,11 +122,14 @@ class Speculation:
         longest: the most drafts of a sequence in a step.
 
     Attributes:
-        acceptance: running mean of the share of drafts that held.
+        acceptance: running mean of the share of drafts that were accepted.
     """
 
+    state = DraftCounts
+
     def __init__(self, drafter: Drafter, longest: int = DEFAULT_DRAFT_TOKENS):
-        self.drafter, self.longest = drafter, longest
+        self.drafter, self.num_lookahead_tokens = drafter, longest
+        self.num_bytes = drafter.num_bytes
         self.acceptance = FIRST_ACCEPTANCE
         self._decode_s: dict[int, float] = {}
         self._verify_s: dict[int, float] = {}
@@ -115,36 +137,57 @@ class Speculation:
         self._resting, self._rest = 0, SHORTEST_REST
         self._left_out: WeakSet[Sequence] = WeakSet()
 
-    @classmethod
-    def none(cls) -> Speculation:
-        """Nobody drafts."""
-        return cls(Drafter(), 0)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of device memory that the drafter takes."""
-        return self.drafter.num_bytes
-
-    def warm_up(self) -> None:
-        """Compiles what drafting will need."""
-        self.drafter.warm_up(self.longest)
-
-    def warm_up_all(self, report: Callable[[Any], None]) -> list[Any]:
-        """Compiles what drafting for any sequence can need; the lines of a warm-up report."""
-        return self.drafter.warm_up_all(report, self.longest)
+    def warm_up(self, report: Callable[[Compiled], None]) -> list[Compiled]:
+        return self.drafter.warm_up(report, self.num_lookahead_tokens)
 
     def reset(self) -> None:
-        """Forgets what the drafter keeps of sequences, after a failure."""
         self.drafter.reset()
 
-    def leave_out(self, sequence: Sequence) -> None:
-        """No drafts for this one any more."""
-        self._left_out.add(sequence)
+    def limit_steps(self, decodes: list[Sequence], most: int) -> int:
+        """As many as until drafts may be wanted again, where the caller did not say how many."""
+        is_open = self.core.config.options.decode_steps is None and self.num_lookahead_tokens
+        return min(most, self._resting or AWAKE_STEPS) if is_open else most
 
-    @property
-    def most_steps(self) -> int | None:
-        """Decode steps until drafts may be wanted again; None is any number."""
-        return (self._resting or AWAKE_STEPS) if self.longest else None
+    def before_step(self, plan: StepPlan) -> StepPlan:
+        """Drafts for the rows of a decode step, unless the host must see every token of one."""
+        if plan.prefills or any(s.sampler.needs_host for s in plan.decodes):
+            return plan
+        try:
+            drafts = self.propose(plan.decodes, plan.room - 1)
+        except BaseException as error:
+            if not self.core.isolates(error):
+                raise
+            self.reset()  # a drafter's fault costs drafts
+            return plan
+        return replace(plan, lookahead=drafts) if drafts else plan
+
+    def after_call(self, call: Call, result: StepResult, times: CallTimes) -> None:
+        rows, seconds = len(call.sequences), times.ended_s - times.prepared_s
+        if call.lookahead is not None:
+            self._count(call, result, call.lookahead, seconds)
+        elif call.shape.kind is StepKind.DECODE:
+            self.decoded(rows, result.num_steps, seconds)
+
+    def _count(
+        self, call: Call, result: StepResult, lookahead: list[list[int]], seconds: float
+    ) -> None:
+        """What came of drafts; a row that they left not finite starts over without."""
+        metrics, blocks = self.core.metrics, self.core.scheduler.blocks
+        num_accepted, num_drafts = 0, sum(map(len, lookahead))
+        for row, (sequence, draft) in enumerate(zip(call.sequences, lookahead, strict=True)):
+            counts = sequence.features.setdefault(DraftCounts, DraftCounts())
+            accepted = result.num_tokens(row) - 1
+            counts.num_draft_tokens += len(draft)
+            counts.num_accepted_tokens += accepted
+            num_accepted += accepted
+            if draft and not result.is_finite(0, row):  # it may be the drafts
+                self._left_out.add(sequence)
+                self.core.restart(sequence)
+            elif accepted < len(draft):
+                blocks.keep_state(sequence, accepted + 1)
+        self.verified(len(call.sequences), num_drafts, num_accepted, seconds)
+        metrics.num_draft_tokens += num_drafts
+        metrics.num_accepted_tokens += num_accepted
 
     def propose(self, sequences: Seq[Sequence], room: int) -> list[list[int]]:
         """Drafts for the rows of a decode step; none at all where they would not pay.
@@ -153,7 +196,7 @@ class Speculation:
             room: the most drafts of a row.
         """
         rows = len(sequences)
-        room = min(room, self.longest)
+        room = min(room, self.num_lookahead_tokens)
         if rows not in self._decode_s or self._resting > 0 or room < 1:
             return []
         drafts = self.drafter.propose(sequences, room)
@@ -181,7 +224,7 @@ class Speculation:
         self._resting = max(0, self._resting - num_steps)
 
     def verified(self, rows: int, num_drafts: int, num_accepted: int, seconds: float) -> None:
-        """A step with drafts took so long, drafting included, and so many of them held."""
+        """A step with drafts took so long, drafting included, and so many of them were accepted."""
         _mean_in(self._verify_s, rows, seconds)
         share = num_accepted / num_drafts
         self.acceptance = MEMORY * self.acceptance + (1 - MEMORY) * share

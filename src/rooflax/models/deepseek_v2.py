@@ -8,6 +8,7 @@ Source: transformers, models/deepseek_v2/modeling_deepseek_v2.py; DeepSeek-AI, D
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rooflax.models import latent
@@ -21,6 +22,12 @@ DEFAULTS = {
     "routed_scaling_factor": 1.0,
 }  # fmt: skip
 METHODS = ("greedy", "group_limited_greedy")
+GGUF = replace(
+    latent.GGUF,
+    read=lambda reader, raw: (
+        latent.read_gguf(reader, raw) | ({"topk_method": METHODS[1]} if raw["n_group"] != 1 else {})
+    ),
+)
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

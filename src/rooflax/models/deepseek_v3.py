@@ -15,6 +15,7 @@ from typing import Any
 from rooflax.errors import CheckpointError
 from rooflax.models import latent
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import ToldBy
 from rooflax.models.glm4_moe import read_further
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.latent import LatentAttention
@@ -25,6 +26,10 @@ DEFAULTS = {
     "n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048,
     "routed_scaling_factor": 2.5, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
 }  # fmt: skip
+
+GGUF = replace(
+    latent.GGUF, told_by=ToldBy("deepseek2", "expert_gating_func", lambda gate: gate == 2)
+)
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

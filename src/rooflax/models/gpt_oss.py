@@ -23,8 +23,11 @@ from rooflax.models.common import (
     write_decoder,
 )
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec
+from rooflax.models.gguf_changes import KEEP, Interleaved, InterleavedBias, Transposed
+from rooflax.models.gguf_names import COMMON, DOWN, GATE, LAYERS, POST_NORM, UP, WINDOW, renamed
 from rooflax.nn.decoder import Decoder, Names
-from rooflax.nn.parts import MLP, Layer, Moe
+from rooflax.nn.parts import ATTENTION, MLP, Layer, Moe
 from rooflax.nn.rope import Rope, RopeScaling
 from rooflax.nn.weights import Linear, StoredAs, Swapped, TensorLayout
 from rooflax.nn.wiring import NormKind
@@ -97,3 +100,28 @@ def config_to_hf(decoder: Decoder) -> dict[str, Any]:
         "swiglu_limit": moe.activation.limit,
         "attention_bias": decoder.layers[0].attention.qkv_bias,
     }
+
+
+def _untruncated(raw: dict[str, Any]) -> dict[str, Any]:
+    """YaRN of every checkpoint, which the metadata cannot say."""
+    if raw["rope_scaling"]["rope_type"] == "yarn":
+        raw["rope_scaling"]["truncate"] = False
+    return raw
+
+
+GGUF = GGUFSpec(
+    "gpt-oss", tied=False, output_bias=True, mlp_bias=True,
+    keys=COMMON | {
+        "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "intermediate_size",
+    } | WINDOW,
+    required=("attention.sliding_window",),
+    read=lambda reader, raw: _untruncated(reader.attention(raw)),
+    tensors=LAYERS | POST_NORM | renamed((f"{MLP}.router", "blk.{i}.ffn_gate_inp")) | {
+        f"{ATTENTION}.sinks": (("blk.{i}.attn_sinks.weight",), KEEP),
+        f"{MLP}.experts.gate_up_proj": ((f"{GATE}.weight", f"{UP}.weight"), Interleaved()),
+        f"{MLP}.experts.gate_up_proj_bias": ((f"{GATE}.bias", f"{UP}.bias"), InterleavedBias()),
+        f"{MLP}.experts.down_proj": ((f"{DOWN}.weight",), Transposed()),
+        f"{MLP}.experts.down_proj_bias": ((f"{DOWN}.bias",), KEEP),
+    },
+)  # fmt: skip

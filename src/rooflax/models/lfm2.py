@@ -14,6 +14,9 @@ from typing import Any
 from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec, MetadataReader, Raw
+from rooflax.models.gguf_changes import Kernel
+from rooflax.models.gguf_names import COMMON, renamed
 from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import ATTENTION, Layer, Mlp
 from rooflax.nn.recurrent import ShortConv
@@ -21,6 +24,7 @@ from rooflax.nn.weights import StoredAs
 from rooflax.nn.wiring import NormKind
 
 KINDS, FEED = ("full_attention", "conv"), "model.layers.{i}.feed_forward"
+CONV = "model.layers.{i}.conv"
 NAMES = Names((
     ("final_norm", StoredAs("model.embedding_norm.weight")),
     *((f"layers.{{i}}.{part}.norm", StoredAs("model.layers.{i}.operator_norm.weight"))
@@ -103,3 +107,34 @@ def config_to_hf(decoder: Decoder) -> dict[str, Any]:
         "conv_bias": bool(convs) and convs[0].bias,
         "layer_types": [KINDS[isinstance(x.attention, ShortConv)] for x in decoder.layers],
     }
+
+
+def _read_heads(reader: MetadataReader) -> Raw:
+    """K/V heads of each layer, of which one with a convolution has none."""
+    heads = reader.per_layer("attention.head_count_kv")
+    types = {"layer_types": [KINDS[not count] for count in heads]} if heads is not None else {}
+    return reader.kv_heads(or_none=True) | types
+
+
+GGUF = GGUFSpec(
+    "lfm2", biases={}, stated={"block_auto_adjust_ff_dim": False}, square=True,
+    keys=COMMON
+    | {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"},
+    layers=_read_heads,
+    write=lambda decoder, raw: {
+        "attention.head_count_kv": [
+            0 if kind == "conv" else decoder.num_kv_heads for kind in raw["layer_types"]
+        ],
+    },
+    tensors=renamed(
+        ("model.embed_tokens", "token_embd"), ("model.embedding_norm", "token_embd_norm"),
+        ("lm_head", "output"), ("model.layers.{i}.operator_norm", "blk.{i}.attn_norm"),
+        ("model.layers.{i}.ffn_norm", "blk.{i}.ffn_norm"),
+        *((f"{ATTENTION}.{part}_proj", f"blk.{{i}}.attn_{part}") for part in "qkv"),
+        *((f"{ATTENTION}.{part}_layernorm", f"blk.{{i}}.attn_{part}_norm") for part in "qk"),
+        (f"{ATTENTION}.out_proj", "blk.{i}.attn_output"), (f"{FEED}.w1", "blk.{i}.ffn_gate"),
+        (f"{FEED}.w3", "blk.{i}.ffn_up"), (f"{FEED}.w2", "blk.{i}.ffn_down"),
+        *((f"{CONV}.{part}_proj", f"blk.{{i}}.shortconv.{part}_proj") for part in ("in", "out")),
+    )
+    | {f"{CONV}.conv.weight": (("blk.{i}.shortconv.conv.weight",), Kernel())},
+)  # fmt: skip

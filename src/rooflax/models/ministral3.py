@@ -12,6 +12,7 @@ from typing import Any
 
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec
 from rooflax.models.mistral import read_window
 from rooflax.nn.decoder import Decoder
 
@@ -21,6 +22,7 @@ ROPE = {
     "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
 """What transformers assumes where config.json says nothing of RoPE."""
+GGUF = GGUFSpec("mistral3", biases={}, scales_queries=True, permuted=True, output_bias=True)
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -10,6 +10,8 @@ from typing import Any
 
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec, ToldBy
+from rooflax.models.gguf_names import COMMON, DENSE, experts
 from rooflax.models.mistral import read_window
 from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import Layer, Moe
@@ -17,6 +19,14 @@ from rooflax.nn.weights import Linear, Parallel, PerExpert, StoredAs
 from rooflax.ops.activation import ACTIVATIONS
 
 STORED = "model.layers.{i}.block_sparse_moe"
+GGUF = GGUFSpec(
+    "llama", told_by=ToldBy("llama", "expert_count", bool), biases={},
+    keys=COMMON | {
+        "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
+    },
+    tensors=DENSE | experts(STORED, f"{STORED}.experts.{{e}}", "w1", "w3", "w2"),
+    permuted=True, output_bias=True,
+)  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -10,8 +10,12 @@ from typing import Any
 
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec
+from rooflax.models.gguf_names import SANDWICH_NORMS
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.wiring import POST
+
+GGUF = GGUFSpec("olmo2", tensors=SANDWICH_NORMS, square=True, tied=False)
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -10,11 +10,17 @@ from typing import Any
 
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec, ToldBy
+from rooflax.models.gguf_names import COMMON, SANDWICH_NORMS, WINDOW
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.parts import Layer
 from rooflax.nn.wiring import POST
 
 THETA = 500_000.0
+GGUF = GGUFSpec(
+    "olmo2", told_by=ToldBy("olmo2", "attention.sliding_window", bool), keys=COMMON | WINDOW,
+    tensors=SANDWICH_NORMS, square=True, tied=False,
+)  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

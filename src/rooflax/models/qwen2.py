@@ -9,8 +9,11 @@ from typing import Any
 
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec
 from rooflax.models.mistral import read_window
 from rooflax.nn.decoder import Decoder
+
+GGUF = GGUFSpec("qwen2", biases={}, square=True)
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -10,8 +10,11 @@ from typing import Any
 
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec
 from rooflax.models.qwen2 import read_windows, write_windows
 from rooflax.nn.decoder import Decoder
+
+GGUF = GGUFSpec("qwen3")
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

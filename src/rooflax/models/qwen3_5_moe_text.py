@@ -10,11 +10,30 @@ from typing import Any
 
 from rooflax.models import common, mixers, qwen3_next
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec
+from rooflax.models.gguf_names import (
+    COMMON,
+    EXPERTS,
+    GATED_SHARED_EXPERT,
+    LAYERS,
+    POST_NORM,
+    SHARED_EXPERT,
+    STACKED_EXPERTS,
+)
 from rooflax.models.qwen3_5_text import HF_PREFIXES, SKIPPED, SKIPPED_KEYS
 from rooflax.models.sparse import read_mlps
 from rooflax.nn.decoder import Decoder
 
 __all__ = ["HF_PREFIXES", "SKIPPED", "config_from_hf", "config_to_hf"]
+
+GGUF = GGUFSpec(
+    "qwen35moe", partial=True, read=mixers.read_gguf, write=mixers.write_image_gguf,
+    keys={key: hf for key, hf in COMMON.items() if key != "feed_forward_length"}
+    | EXPERTS | SHARED_EXPERT | mixers.KEYS,
+    tensors=lambda decoder, _: mixers.delta_tensors(
+        decoder, LAYERS | POST_NORM | STACKED_EXPERTS | GATED_SHARED_EXPERT
+    ),
+)  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -9,7 +9,17 @@ from typing import Any
 
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
-from rooflax.models.mixers import read_layers, read_mixers, write_mixers
+from rooflax.models.gguf import GGUFSpec
+from rooflax.models.gguf_names import COMMON, DENSE, POST_NORM
+from rooflax.models.mixers import (
+    KEYS,
+    delta_tensors,
+    read_gguf,
+    read_layers,
+    read_mixers,
+    write_image_gguf,
+    write_mixers,
+)
 from rooflax.nn.decoder import Decoder
 
 HF_PREFIXES = ("model.", "model.language_model.", "language_model.model.")
@@ -17,6 +27,10 @@ SKIPPED = r"(model\.)?(mtp|visual)\..*"
 """Tensors of the checkpoint that the text model has no use for."""
 SKIPPED_KEYS = ("mtp_*", "mamba_ssm_dtype")
 """Of further heads that draft tokens, and of a state that is float32 here anyway."""
+GGUF = GGUFSpec(
+    "qwen35", keys=COMMON | KEYS, partial=True, read=read_gguf, write=write_image_gguf,
+    tensors=lambda decoder, _: delta_tensors(decoder, DENSE | POST_NORM),
+)  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

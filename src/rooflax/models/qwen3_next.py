@@ -10,12 +10,37 @@ from typing import Any
 
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
-from rooflax.models.mixers import read_layers, read_mixers, write_mixers
+from rooflax.models.gguf import GGUFSpec
+from rooflax.models.gguf_names import (
+    COMMON,
+    DENSE,
+    EXPERTS,
+    GATED_SHARED_EXPERT,
+    MLP_EXPERTS,
+    POST_NORM,
+    SHARED_EXPERT,
+)
+from rooflax.models.mixers import (
+    KEYS,
+    delta_tensors,
+    read_gguf,
+    read_layers,
+    read_mixers,
+    write_gguf,
+    write_mixers,
+)
 from rooflax.models.sparse import read_mlps, read_sparse_layers, write_mlps
 from rooflax.nn.decoder import Decoder
 
 SKIPPED = r"mtp\..*"
 """Tensors of a further head that drafts tokens."""
+GGUF = GGUFSpec(
+    "qwen3next", keys=COMMON | EXPERTS | SHARED_EXPERT | KEYS, stated={"norm_topk_prob": True},
+    partial=True, read=read_gguf, write=write_gguf,
+    tensors=lambda decoder, _: delta_tensors(
+        decoder, DENSE | POST_NORM | MLP_EXPERTS | GATED_SHARED_EXPERT
+    ),
+)  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

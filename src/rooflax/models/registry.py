@@ -5,10 +5,12 @@ from __future__ import annotations
 import fnmatch
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 from rooflax.errors import MAX_MEANT, CheckpointError, RequestError, UnsupportedModelError
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec
 from rooflax.nn.decoder import Decoder
 
 PAGE = 'the page "Models that rooflax runs", docs/models.md'
@@ -33,8 +35,8 @@ CHANGED_BY_MLX = ("qwen3_next", "qwen3_5", "gpt_oss", "lfm2")
 
 @runtime_checkable
 class Family(Protocol):
-    """What a family module offers; it may also name its tensors' prefixes, HF_PREFIXES, and
-    a pattern of those that it has no use for, SKIPPED."""
+    """What a family module offers; it may also name its tensors' prefixes, HF_PREFIXES, a pattern
+    of those that it has no use for, SKIPPED, and declare its GGUF files, GGUF."""
 
     def config_from_hf(self, reader: ConfigReader) -> Decoder:
         """The architecture that a config.json describes."""
@@ -53,6 +55,13 @@ def family(name: str) -> Family:
             f"{nearest(name, FAMILIES)}."
         )
     return importlib.import_module(f"rooflax.models.{name.replace('-', '_')}")  # type: ignore[return-value]
+
+
+@cache
+def gguf_families() -> dict[str, GGUFSpec]:
+    """Declarations of GGUF files, by the family that has some; imports every family."""
+    specs = ((name, getattr(family(name), "GGUF", None)) for name in FAMILIES)
+    return {name: spec for name, spec in specs if spec}
 
 
 def nearest(name: object, known: Iterable[str]) -> str:

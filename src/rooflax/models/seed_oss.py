@@ -9,8 +9,14 @@ from typing import Any
 
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec
+from rooflax.models.gguf_names import BIASES, DENSE, POST_NORM
 from rooflax.models.llama import write_biases
 from rooflax.nn.decoder import Decoder
+
+GGUF = GGUFSpec(
+    "seed_oss", biases=BIASES | {"attention_out_bias": "attn_output"}, tensors=DENSE | POST_NORM
+)
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

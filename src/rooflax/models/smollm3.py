@@ -11,10 +11,14 @@ from typing import Any
 from rooflax.errors import CheckpointError
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec
+from rooflax.models.gguf_names import BIASES
 from rooflax.models.llama import write_biases
 from rooflax.models.qwen2 import write_windows
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.parts import Layer
+
+GGUF = GGUFSpec("smollm3", biases=BIASES, permuted=True)
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

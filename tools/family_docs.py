@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from rooflax.models.presets import PRESETS
-from rooflax.models.registry import FAMILIES, family, gguf_families
+from rooflax.models.registry import families, family, gguf_families
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
@@ -29,7 +29,7 @@ TEXT_PARTS = {
 
 def page(text: str) -> str:
     """docs/models.md with the table as it is now."""
-    found, count = TABLE.subn(lambda _: HEAD + "".join(map(row, FAMILIES)), text)
+    found, count = TABLE.subn(lambda _: HEAD + "".join(map(row, families())), text)
     assert count == 1, "docs/models.md has no table of families"
     return found
 

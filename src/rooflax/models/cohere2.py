@@ -30,6 +30,10 @@ GGUF = GGUFSpec(
     keys=COMMON | {"attention.layer_norm_epsilon": "layer_norm_eps"} | WINDOW
     | {"logit_scale": "logit_scale"},
 )  # fmt: skip
+TINY = common.tiny(
+    "head_dim", "rms_norm_eps", sliding_window=7, num_hidden_layers=4, hidden_size=60,
+    layer_norm_eps=1e-5, tie_word_embeddings=True, logit_scale=0.5,
+)  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -28,6 +28,12 @@ GGUF = replace(
         latent.read_gguf(reader, raw) | ({"topk_method": METHODS[1]} if raw["n_group"] != 1 else {})
     ),
 )
+TINY = latent.TINY | {
+    "rope_scaling": {
+        "type": "yarn", "factor": 8.0, "original_max_position_embeddings": 12,
+        "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.9,
+    },
+}  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -30,6 +30,14 @@ DEFAULTS = {
 GGUF = replace(
     latent.GGUF, told_by=ToldBy("deepseek2", "expert_gating_func", lambda gate: gate == 2)
 )
+TINY = latent.TINY | {
+    "q_lora_rank": 28, "n_group": 3, "topk_group": 2, "attention_bias": True,
+    "first_k_dense_replace": 0,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 12,
+        "mscale": 1.0, "mscale_all_dim": 1.0,
+    },
+}  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -13,6 +13,7 @@ from rooflax.models.gguf import GGUFSpec
 from rooflax.nn.decoder import Decoder
 
 GGUF = GGUFSpec("ernie4_5", biases={"use_bias": "attn_q"}, output_bias=True)
+TINY = common.tiny(tie_word_embeddings=True)
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

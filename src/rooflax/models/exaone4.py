@@ -30,6 +30,7 @@ GGUF = GGUFSpec(
     lacks=lambda decoder: f"with windows in {decoder.num_layers} layers (only {WINDOWED})"
     if any(common.windows_of(decoder)) and decoder.num_layers != WINDOWED else None,
 )  # fmt: skip
+TINY = common.tiny(sliding_window=7, num_hidden_layers=4, sliding_window_pattern=2)
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -25,6 +25,12 @@ DEFAULTS = {
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
 }  # fmt: skip
 """What files leave out where it is transformers' default."""
+TINY = common.tiny(
+    "hidden_act", num_hidden_layers=4, tie_word_embeddings=True, rms_norm_eps=1e-6,
+    hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=28, sliding_window=7,
+    sliding_window_pattern=3, rope_local_base_freq=100.0,
+    rope_scaling={"rope_type": "linear", "factor": 4.0},
+)  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

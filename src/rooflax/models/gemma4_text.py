@@ -55,6 +55,19 @@ NAMED = {
     "experts.gate_up_proj": "ffn_gate_up_exps.weight",
     "experts.down_proj": "ffn_down_exps.weight",
 }  # fmt: skip
+TINY = common.tiny(
+    "hidden_act", "rope_theta", hidden_size=56, hidden_activation="gelu_pytorch_tanh",
+    num_hidden_layers=4, tie_word_embeddings=True, num_key_value_heads=3, head_dim=16,
+    global_head_dim=24, sliding_window=7, num_global_key_value_heads=2, attention_k_eq_v=True,
+    hidden_size_per_layer_input=0, final_logit_softcapping=20.0,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    rope_parameters={
+        "full_attention": {
+            "rope_type": "proportional", "rope_theta": 1000.0, "partial_rotary_factor": 0.25,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+)  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -33,6 +33,7 @@ POST = (
     ("model.layers.{i}.post_mlp_layernorm", "blk.{i}.post_ffw_norm"),
 )
 GGUF = GGUFSpec("glm4", partial=True, tensors=FUSED | renamed(*POST))
+TINY = common.tiny(attention_bias=True, head_dim=24, pad_token_id=0)
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

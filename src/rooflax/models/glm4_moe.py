@@ -39,6 +39,11 @@ KEYS = {
 EXPERTS = MLP_EXPERTS | shared_expert("shared_experts") | {
     f"{MLP}.gate.e_score_correction_bias": (("blk.{i}.exp_probs_b.bias",), KEEP)
 }  # fmt: skip
+TINY = common.tiny(
+    head_dim=24, hidden_size=56, n_routed_experts=5, num_experts_per_tok=3,
+    moe_intermediate_size=32, n_shared_experts=2, routed_scaling_factor=1.5, attention_bias=True,
+    use_qk_norm=True, first_k_dense_replace=1, tie_word_embeddings=True,
+)  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -71,6 +71,10 @@ GGUF = GGUFSpec(
     | {f"{_H}.{hf}.weight": ((f"blk.{{i}}.{stored}.weight",), Transposed())
        for hf, stored in PRODUCTS.items()},
 )  # fmt: skip
+TINY = {
+    "vocab_size": 263, "n_positions": 131, "n_embd": 44, "n_inner": 104, "n_layer": 3, "n_head": 4,
+    "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",
+}  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -18,6 +18,7 @@ from rooflax.models.common import (
     read_biases,
     read_decoder,
     read_experts,
+    tiny,
     windowed_types,
     windows_of,
     write_decoder,
@@ -49,6 +50,14 @@ NAMES = Names(
         )
     )
 )
+TINY = tiny(
+    hidden_size=64, intermediate_size=32, num_hidden_layers=4, num_local_experts=5,
+    num_experts_per_tok=3, sliding_window=7, attention_bias=True, rope_theta=150.0,
+    rope_scaling={
+        "rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "truncate": False, "original_max_position_embeddings": 12,
+    },
+)  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

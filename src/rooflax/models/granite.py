@@ -26,6 +26,10 @@ GGUF = GGUFSpec(
     "granite", keys=COMMON | SCALES, required=("logit_scale",), biases=BIASES, waived=WAIVED,
     permuted=True, output_bias=True, mlp_bias=True,
 )  # fmt: skip
+TINY = common.tiny(
+    "head_dim", hidden_size=60, attention_multiplier=0.4, embedding_multiplier=3.0,
+    residual_multiplier=0.7, logits_scaling=1.6,
+)  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

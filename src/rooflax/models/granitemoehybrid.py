@@ -42,6 +42,11 @@ GGUF = GGUFSpec(
     },
     permuted=True, output_bias=True,
 )  # fmt: skip
+TINY = granite.TINY | {
+    "num_local_experts": 0, "shared_intermediate_size": 104, "intermediate_size": 20,
+    "layer_types": ["attention"] * 3, "position_embedding_type": "rope", "mamba_n_heads": 4,
+    "mamba_d_head": 30, "pad_token_id": 0,
+}  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

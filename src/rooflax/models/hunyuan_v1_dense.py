@@ -37,6 +37,10 @@ GGUF = GGUFSpec(
         for name, entry in DENSE.items()
     },
 )  # fmt: skip
+TINY = common.tiny(
+    rope_theta=100.0, pad_token_id=0,
+    rope_scaling={"type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32},
+)  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -40,6 +40,12 @@ TENSORS = DENSE | EXPERTS | renamed(
     (f"{ATTENTION}.kv_a_layernorm", "blk.{i}.attn_kv_a_norm"),
     (KV_B, "blk.{i}.attn_kv_b"),
 )  # fmt: skip
+TINY = common.tiny(
+    "head_dim", hidden_size=48, num_attention_heads=6, num_key_value_heads=6, q_lora_rank=None,
+    kv_lora_rank=20, qk_nope_head_dim=14, qk_rope_head_dim=8, v_head_dim=10, n_routed_experts=6,
+    num_experts_per_tok=3, n_shared_experts=2, moe_intermediate_size=32, first_k_dense_replace=1,
+    routed_scaling_factor=1.5,
+)  # fmt: skip
 
 
 def read_model(

@@ -44,6 +44,11 @@ SKIPPED_KEYS = (
     "*sequence_parallel_norm_across_tp",
 )  # fmt: skip
 """Of training, or said twice."""
+TINY = common.tiny(
+    "head_dim", "rms_norm_eps", "hidden_act", "tie_word_embeddings", hidden_size=60,
+    num_hidden_layers=5, norm_eps=1e-5, block_multiple_of=8,
+    layer_types=["conv", "conv", "full_attention", "conv", "full_attention"],
+)  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -18,6 +18,7 @@ from rooflax.nn.decoder import Decoder
 from rooflax.nn.parts import Mlp
 
 GGUF = GGUFSpec("llama", biases=BIASES, permuted=True, output_bias=True, mlp_bias=True)
+TINY = common.tiny(rope_theta=500.0, rope_scaling=None)
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -18,6 +18,7 @@ GGUF = GGUFSpec(
     "llama", told_by=ToldBy("mistral3", "attention.temperature_scale", lambda value: not value),
     biases={}, stated={"sliding_window": None}, permuted=True, output_bias=True,
 )  # fmt: skip
+TINY = common.tiny(sliding_window=7)
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -23,6 +23,12 @@ KEYS = {
     "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
 }
+TINY: dict[str, Any] = {
+    "hidden_size": 56, "head_dim": 24, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+    "linear_key_head_dim": 10, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "partial_rotary_factor": 0.5,
+}  # fmt: skip
 
 
 def read_mixers(

@@ -27,6 +27,7 @@ GGUF = GGUFSpec(
     tensors=DENSE | experts(STORED, f"{STORED}.experts.{{e}}", "w1", "w3", "w2"),
     permuted=True, output_bias=True,
 )  # fmt: skip
+TINY = common.tiny(num_local_experts=5, num_experts_per_tok=2, intermediate_size=32, hidden_size=56)
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -16,6 +16,7 @@ from rooflax.nn.decoder import Decoder
 from rooflax.nn.wiring import POST
 
 GGUF = GGUFSpec("olmo2", tensors=SANDWICH_NORMS, square=True, tied=False)
+TINY = common.tiny("head_dim", hidden_size=60)
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

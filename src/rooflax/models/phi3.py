@@ -31,6 +31,7 @@ GGUF = GGUFSpec(
     partial=True, tensors=FUSED | renamed((f"{ATTENTION}.qkv_proj", "blk.{i}.attn_qkv")),
     square=True, ignores_window=True,
 )  # fmt: skip
+TINY = common.tiny("head_dim", hidden_size=60, pad_token_id=0, sliding_window=7)
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

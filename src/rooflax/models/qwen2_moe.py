@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rooflax.models import common
+from rooflax.models import common, qwen3_moe
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec
 from rooflax.models.gguf_names import (
@@ -29,6 +29,7 @@ GGUF = GGUFSpec(
     "qwen2moe", keys=COMMON | EXPERTS | SHARED_EXPERT, biases={"qkv_bias": "attn_q"},
     tensors=DENSE | MLP_EXPERTS | GATED_SHARED_EXPERT, square=True, tied=False,
 )  # fmt: skip
+TINY = qwen3_moe.TINY | {"norm_topk_prob": False, "shared_expert_intermediate_size": 40}
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -15,6 +15,7 @@ from rooflax.models.qwen2 import read_windows, write_windows
 from rooflax.nn.decoder import Decoder
 
 GGUF = GGUFSpec("qwen3")
+TINY = common.tiny(num_hidden_layers=4, rms_norm_eps=1e-6)
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -34,6 +34,10 @@ GGUF = GGUFSpec(
         decoder, LAYERS | POST_NORM | STACKED_EXPERTS | GATED_SHARED_EXPERT
     ),
 )  # fmt: skip
+TINY = common.tiny(
+    "intermediate_size", num_experts=5, num_experts_per_tok=3, moe_intermediate_size=32,
+    rms_norm_eps=1e-6, shared_expert_intermediate_size=40, **mixers.TINY,
+)  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

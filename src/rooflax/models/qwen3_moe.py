@@ -23,6 +23,10 @@ STATED = {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_si
 GGUF = GGUFSpec(
     "qwen3moe", keys=COMMON | EXPERTS, stated={"norm_topk_prob": True}, tensors=DENSE | MLP_EXPERTS
 )
+TINY = common.tiny(
+    num_experts=5, num_experts_per_tok=3, moe_intermediate_size=32, norm_topk_prob=True,
+    hidden_size=56, rms_norm_eps=1e-6,
+)  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -17,6 +17,7 @@ from rooflax.nn.decoder import Decoder
 GGUF = GGUFSpec(
     "seed_oss", biases=BIASES | {"attention_out_bias": "attn_output"}, tensors=DENSE | POST_NORM
 )
+TINY = common.tiny(attention_bias=True, attention_out_bias=False, mlp_bias=False)
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -19,6 +19,10 @@ from rooflax.nn.decoder import Decoder
 from rooflax.nn.parts import Layer
 
 GGUF = GGUFSpec("smollm3", biases=BIASES, permuted=True)
+TINY = common.tiny(
+    "head_dim", hidden_size=60, num_hidden_layers=4, rms_norm_eps=1e-6, tie_word_embeddings=True,
+    pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

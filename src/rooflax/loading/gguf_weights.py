@@ -10,6 +10,7 @@ Source: https://github.com/ggml-org/llama.cpp, convert_hf_to_gguf.py and convers
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,8 +29,9 @@ from rooflax.loading.gguf_blocks import (
 )
 from rooflax.loading.prequantized import beside, output_order
 from rooflax.loading.safetensors import TensorInfo
-from rooflax.models.gguf import GGUF_DENSE, LONGROPE_FACTORS, ROPE_FACTORS
-from rooflax.models.gguf_changes import KEEP, Change, Permuted, moves_groups
+from rooflax.models.gguf import GGUF_DENSE, LONGROPE_FACTORS, ROPE_FACTORS, GGUFSpec
+from rooflax.models.gguf_changes import KEEP, Change, LessOne, Permuted, moves_groups
+from rooflax.models.gguf_names import TENSORS
 from rooflax.models.registry import gguf_families
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.storage import Part, is_matmul, matmul_shape, parts_of
@@ -298,21 +300,24 @@ def tensor_entries(family: str, config: Decoder, present: Collection[str] = ()) 
         present: the file's tensors, where there is one.
     """
     spec = gguf_families()[family]
-    table = spec.tensors(config, present) if callable(spec.tensors) else spec.tensors
-    entries = {}
-    for hf, (stored, change) in table.items():
-        for layer in range(config.num_layers) if "{i}" in hf else [0]:
-            names = tuple(s.replace("{i}", str(layer)) for s in stored)
-            name = hf.replace("{i}", str(layer))
-            if config.moe is None or "{e}" not in name:
-                entries[name] = Entry(names, change)
-                continue
-            for expert in range(config.moe.num_experts):
-                entries[name.replace("{e}", str(expert))] = Entry(names, change, expert)
-    if spec.permuted:
-        for layer in range(config.num_layers):
-            for part, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
-                for end in ("weight", "bias"):
-                    hf = f"model.layers.{layer}.self_attn.{part}_proj.{end}"
-                    entries[hf] = Entry(entries[hf].stored, Permuted(heads))
+    own = spec.tensors(config, present) if callable(spec.tensors) else spec.tensors
+    table, entries = TENSORS | own, dict[str, Entry]()
+    for slot in config.slots():
+        for hf, name in zip(slot.line.names, slot.hf_names, strict=True):
+            expert = re.search(r"\.experts\.(\d+)\.", hf)
+            key = hf.replace(f".experts.{expert[1]}.", ".experts.{e}.") if expert else hf
+            if key in table:
+                stored, change = table[key]
+                change = _of_family(key, spec, config) if change is KEEP else change
+                names = tuple(one.replace("{i}", str(slot.layer)) for one in stored)
+                entries[name] = Entry(names, change, int(expert[1]) if expert else None)
     return entries
+
+
+def _of_family(name: str, spec: GGUFSpec, config: Decoder) -> Change:
+    """Change of a tensor by a rule of the whole family."""
+    heads = {"q": config.num_heads, "k": config.num_kv_heads}
+    if spec.permuted and (part := re.search(r"self_attn\.([qk])_proj\.", name)):
+        return Permuted(heads[part[1]])
+    is_norm = name.endswith("norm.weight") and ".linear_attn." not in name
+    return LessOne() if spec.adds_one and is_norm else KEEP

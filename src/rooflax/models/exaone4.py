@@ -12,7 +12,7 @@ from rooflax.errors import CheckpointError
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec
-from rooflax.models.gguf_names import COMMON, SANDWICH_NORMS, WINDOW
+from rooflax.models.gguf_names import COMMON, POST_NORM, WINDOW
 from rooflax.models.mistral import read_window
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.parts import Layer
@@ -21,7 +21,7 @@ from rooflax.nn.wiring import POST
 WINDOWED = 64
 """Layers of the model that has windows, by which llama.cpp knows it."""
 GGUF = GGUFSpec(
-    "exaone4", keys=COMMON | WINDOW, biases={}, tensors=SANDWICH_NORMS, square=True,
+    "exaone4", keys=COMMON | WINDOW, biases={}, tensors=POST_NORM, square=True,
     read=lambda reader, raw: reader.attention(raw) | {
         "sliding_window": raw.get(
             "sliding_window", 4096 if raw.get("num_hidden_layers") == WINDOWED else None

@@ -14,7 +14,7 @@ from typing import Any
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec, MetadataReader, Raw, write_local_theta
-from rooflax.models.gguf_names import COMMON, SANDWICH_NORMS, WINDOW, less_one
+from rooflax.models.gguf_names import COMMON, POST_NORM, WINDOW
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.parts import Layer, Mlp
 from rooflax.nn.wiring import SANDWICH
@@ -87,5 +87,5 @@ GGUF = GGUFSpec(
     "gemma3", both_ways="gemma-embedding", biases={},
     keys=COMMON | WINDOW | {"rope.freq_base_swa": "rope_local_base_freq"},
     read=_read_gguf, write=write_local_theta,
-    tensors=less_one(SANDWICH_NORMS),
+    tensors=POST_NORM, adds_one=True,
 )  # fmt: skip

@@ -20,7 +20,7 @@ from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec, Metadata, MetadataReader, Raw, write_local_theta
 from rooflax.models.gguf_changes import KEEP
-from rooflax.models.gguf_names import COMMON, SANDWICH_NORMS, renamed
+from rooflax.models.gguf_names import COMMON, POST_NORM
 from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import Attention, Layer, Mlp, Moe
 from rooflax.nn.per_layer import PerLayer
@@ -226,7 +226,7 @@ def config_to_hf(decoder: Decoder) -> dict[str, Any]:
 
 
 def _read_gguf_layers(reader: MetadataReader) -> Raw:
-    """What differs by layer."""
+    """Reads what differs by layer."""
     flags = reader.per_layer("attention.sliding_window_pattern")
     heads = reader.per_layer("attention.head_count_kv")
     widths = reader.per_layer("feed_forward_length")
@@ -316,17 +316,6 @@ GGUF = GGUFSpec(
     read=_read_gguf,
     write=_write_gguf,
     lacks=_lacks_sharing,
-    tensors=SANDWICH_NORMS | renamed(
-        ("model.embed_tokens_per_layer", "per_layer_token_embd"),
-        ("model.per_layer_model_projection", "per_layer_model_proj"),
-        ("model.per_layer_projection_norm", "per_layer_proj_norm"),
-        (f"{LAYER}.per_layer_input_gate", "blk.{i}.inp_gate"),
-        (f"{LAYER}.per_layer_projection", "blk.{i}.proj"),
-        (f"{LAYER}.post_per_layer_input_norm", "blk.{i}.post_norm"),
-        (f"{LAYER}.pre_feedforward_layernorm_2", "blk.{i}.pre_ffw_norm_2"),
-        (f"{LAYER}.post_feedforward_layernorm_1", "blk.{i}.post_ffw_norm_1"),
-        (f"{LAYER}.post_feedforward_layernorm_2", "blk.{i}.post_ffw_norm_2"),
-        (f"{LAYER}.router.proj", "blk.{i}.ffn_gate_inp"),
-    )
+    tensors=POST_NORM
     | {f"{LAYER}.{hf}": ((f"blk.{{i}}.{stored}",), KEEP) for hf, stored in NAMED.items()},
 )  # fmt: skip

@@ -16,13 +16,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.models.common import MOST_LAYERS, layer_types
-from rooflax.models.gguf_names import COMMON, DENSE, Table
+from rooflax.models.gguf_names import COMMON, Table
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.rope import LEAST, MOST, Rope, inverse_frequencies
 
@@ -54,7 +54,7 @@ Metadata = dict[str, Any]
 
 @runtime_checkable
 class Info(Protocol):
-    """What a header says of a tensor."""
+    """A tensor's type and shape, as the header has them."""
 
     @property
     def dtype(self) -> str: ...
@@ -64,7 +64,7 @@ class Info(Protocol):
 
 @runtime_checkable
 class Header(Protocol):
-    """What is read of a file, or of one that is not written yet."""
+    """Metadata and tensors of a file, or of one that is not written yet."""
 
     path: Path
     metadata: dict[str, Any]
@@ -74,14 +74,8 @@ class Header(Protocol):
     def read(self, name: str) -> np.ndarray: ...
 
 
-@dataclass(frozen=True)
-class ToldBy:
-    """The key that tells a family's files from others of the same architecture.
-
-    Attributes:
-        architecture: of those files.
-        is_ours: of the key's value, None where it is absent.
-    """
+class ToldBy(NamedTuple):
+    """The key whose value tells a family's files from others of the same architecture."""
 
     architecture: str
     key: str
@@ -90,7 +84,7 @@ class ToldBy:
 
 @dataclass(frozen=True)
 class GGUFSpec:
-    """What a family's GGUF files hold, and which of its models llama.cpp computes.
+    """Declaration of a family's GGUF files, and of which of its models llama.cpp computes.
 
     Attributes:
         architecture: `general.architecture` of files that are written.
@@ -108,8 +102,9 @@ class GGUFSpec:
         layers: reads keys with a value for each layer, before all others; None reads K/V heads.
         read: reads what depends on other keys; config.json as far as it is known is its argument.
         write: adds metadata beside the keys; its second argument is config.json.
-        tensors: tensor names, or what gives them of a model and the names of the file's tensors,
-            none of a file that is written.
+        tensors: those that `gguf_names.TENSORS` does not have or has otherwise; or what gives them
+            of a model and the names of the file's tensors, none of a file that is written.
+        adds_one: the converter adds one to norms.
         permuted: the converter permutes rows of q and k, in layers without RoPE too.
         square: llama.cpp wants heads as wide as the hidden states together.
         tied: whether llama.cpp takes the embedding for the head (False: not without a head's own
@@ -134,9 +129,8 @@ class GGUFSpec:
     layers: Callable[[MetadataReader], Raw] | None = None
     read: Callable[[MetadataReader, Raw], Raw] = lambda reader, raw: reader.attention(raw)
     write: Callable[[Decoder, Raw], Metadata] = lambda decoder, raw: {}
-    tensors: Table | Callable[[Decoder, Collection[str]], Table] = field(
-        default_factory=lambda: DENSE
-    )
+    tensors: Table | Callable[[Decoder, Collection[str]], Table] = field(default_factory=dict)
+    adds_one: bool = False
     permuted: bool = False
     square: bool = False
     tied: bool | None = None

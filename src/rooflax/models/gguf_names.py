@@ -5,8 +5,8 @@ Source: https://github.com/ggml-org/llama.cpp, convert_hf_to_gguf.py, conversion
 
 from __future__ import annotations
 
-from rooflax.models.gguf_changes import KEEP, Change, Halves, LessOne, Row
-from rooflax.nn.parts import ATTENTION, MLP
+from rooflax.models.gguf_changes import KEEP, Change, Row
+from rooflax.nn.parts import MLP
 
 Table = dict[str, tuple[tuple[str, ...], Change]]
 """By a checkpoint's name the stored tensors and their change; {i} is a layer, {e} an expert."""
@@ -33,6 +33,55 @@ SHARED_EXPERT = {"expert_shared_feed_forward_length": "shared_expert_intermediat
 BIASES = {"attention_bias": "attn_q", "mlp_bias": "ffn_gate"}
 
 
+ENDS = {
+    "token_embd": ("model.embed_tokens", "transformer.wte"),
+    "position_embd": ("transformer.wpe",),
+    "output_norm": ("model.norm", "transformer.ln_f"),
+    "token_embd_norm": ("model.embedding_norm",),
+    "output": ("lm_head",),
+    "per_layer_token_embd": ("model.embed_tokens_per_layer",),
+    "per_layer_model_proj": ("model.per_layer_model_projection",),
+    "per_layer_proj_norm": ("model.per_layer_projection_norm",),
+}
+LAYERS = {
+    "attn_norm": ("input_layernorm", "operator_norm", "ln_1"),
+    "attn_qkv": ("self_attn.qkv_proj", "attn.c_attn"),
+    "attn_q": ("self_attn.q_proj",),
+    "attn_k": ("self_attn.k_proj",),
+    "attn_v": ("self_attn.v_proj",),
+    "attn_output": ("self_attn.o_proj", "self_attn.out_proj", "attn.c_proj"),
+    "attn_q_norm": ("self_attn.q_norm", "self_attn.q_layernorm", "self_attn.query_layernorm"),
+    "attn_k_norm": ("self_attn.k_norm", "self_attn.k_layernorm", "self_attn.key_layernorm"),
+    "attn_q_a": ("self_attn.q_a_proj",),
+    "attn_q_a_norm": ("self_attn.q_a_layernorm",),
+    "attn_q_b": ("self_attn.q_b_proj",),
+    "attn_kv_a_mqa": ("self_attn.kv_a_proj_with_mqa",),
+    "attn_kv_a_norm": ("self_attn.kv_a_layernorm",),
+    "attn_kv_b": ("self_attn.kv_b_proj",),
+    "post_attention_norm": ("post_self_attn_layernorm",),
+    "shortconv.in_proj": ("conv.in_proj",),
+    "shortconv.out_proj": ("conv.out_proj",),
+    "ffn_norm": ("post_attention_layernorm", "pre_feedforward_layernorm", "ffn_norm", "ln_2"),
+    "ffn_gate": ("mlp.gate_proj", "feed_forward.w1"),
+    "ffn_up": ("mlp.up_proj", "mlp.gate_up_proj", "feed_forward.w3", "mlp.c_fc"),
+    "ffn_down": ("mlp.down_proj", "feed_forward.w2", "shared_mlp.output_linear", "mlp.c_proj"),
+    "post_ffw_norm": ("post_feedforward_layernorm", "post_mlp_layernorm"),
+    "ffn_gate_inp": ("mlp.gate", "mlp.router", "block_sparse_moe.gate", "router.proj"),
+    "ffn_gate_exps": ("mlp.experts.{e}.gate_proj", "block_sparse_moe.experts.{e}.w1"),
+    "ffn_up_exps": ("mlp.experts.{e}.up_proj", "block_sparse_moe.experts.{e}.w3"),
+    "ffn_down_exps": ("mlp.experts.{e}.down_proj", "block_sparse_moe.experts.{e}.w2"),
+    "ffn_gate_shexp": ("mlp.shared_expert.gate_proj", "mlp.shared_experts.gate_proj"),
+    "ffn_up_shexp": ("mlp.shared_expert.up_proj", "mlp.shared_experts.up_proj"),
+    "ffn_down_shexp": ("mlp.shared_expert.down_proj", "mlp.shared_experts.down_proj"),
+    "inp_gate": ("per_layer_input_gate",),
+    "proj": ("per_layer_projection",),
+    "post_norm": ("post_per_layer_input_norm",),
+    "pre_ffw_norm_2": ("pre_feedforward_layernorm_2",),
+    "post_ffw_norm_1": ("post_feedforward_layernorm_1",),
+    "post_ffw_norm_2": ("post_feedforward_layernorm_2",),
+}
+
+
 def renamed(*pairs: tuple[str, str]) -> Table:
     """Weights and biases that only change their name."""
     return {
@@ -42,66 +91,17 @@ def renamed(*pairs: tuple[str, str]) -> Table:
     }
 
 
-def experts(router: str, expert: str, gate: str, up: str, down: str) -> Table:
-    """A router, and experts whose tensors are parts of stacks."""
-    parts = ((gate, "gate"), (up, "up"), (down, "down"))
-    return renamed((f"{router}.gate", "blk.{i}.ffn_gate_inp")) | {
-        f"{expert}.{part}.weight": ((f"blk.{{i}}.ffn_{stored}_exps.weight",), KEEP)
-        for part, stored in parts
-    }
-
-
-def shared_expert(name: str) -> Table:
-    parts = ("gate", "up", "down")
-    return renamed(*((f"{MLP}.{name}.{p}_proj", f"blk.{{i}}.ffn_{p}_shexp") for p in parts))
-
-
-def less_one(table: Table) -> Table:
-    """A table whose norms the converter adds one to."""
-    return {
-        name: (stored, LessOne() if "norm.weight" in name else change)
-        for name, (stored, change) in table.items()
-    }
-
-
-LAYERS = renamed(
-    ("model.embed_tokens", "token_embd"),
-    ("model.norm", "output_norm"),
-    ("lm_head", "output"),
-    ("model.layers.{i}.input_layernorm", "blk.{i}.attn_norm"),
-    (f"{ATTENTION}.q_proj", "blk.{i}.attn_q"),
-    (f"{ATTENTION}.k_proj", "blk.{i}.attn_k"),
-    (f"{ATTENTION}.v_proj", "blk.{i}.attn_v"),
-    (f"{ATTENTION}.o_proj", "blk.{i}.attn_output"),
-    (f"{ATTENTION}.q_norm", "blk.{i}.attn_q_norm"),
-    (f"{ATTENTION}.k_norm", "blk.{i}.attn_k_norm"),
-)
-"""The ends of a model, and attention with a norm before it."""
-DENSE = LAYERS | renamed(
-    ("model.layers.{i}.post_attention_layernorm", "blk.{i}.ffn_norm"),
-    (f"{MLP}.gate_proj", "blk.{i}.ffn_gate"),
-    (f"{MLP}.up_proj", "blk.{i}.ffn_up"),
-    (f"{MLP}.down_proj", "blk.{i}.ffn_down"),
-)
-"""LLaMA's tensors."""
-FUSED = LAYERS | renamed(
-    ("model.layers.{i}.post_attention_layernorm", "blk.{i}.ffn_norm"),
-    (f"{MLP}.gate_up_proj", "blk.{i}.ffn_up"),
-    (f"{MLP}.down_proj", "blk.{i}.ffn_down"),
-)
+TENSORS = renamed(
+    *((hf, stored) for stored, names in ENDS.items() for hf in names),
+    *((f"{layer}.{hf}", f"blk.{{i}}.{stored}") for stored, names in LAYERS.items()
+      for hf in names for layer in ("model.layers.{i}", "transformer.h.{i}")),
+)  # fmt: skip
+"""Of all checkpoints: llama.cpp gives a tensor one name, whatever a family calls it."""
 POST_NORM = renamed(
     ("model.layers.{i}.post_attention_layernorm", "blk.{i}.post_attention_norm"),
 )
-SANDWICH_NORMS = DENSE | POST_NORM | renamed(
-    ("model.layers.{i}.pre_feedforward_layernorm", "blk.{i}.ffn_norm"),
-    ("model.layers.{i}.post_feedforward_layernorm", "blk.{i}.post_ffw_norm"),
-)  # fmt: skip
-MLP_EXPERTS = experts(MLP, f"{MLP}.experts.{{e}}", "gate_proj", "up_proj", "down_proj")
-GATED_SHARED_EXPERT = shared_expert("shared_expert") | {
-    f"{MLP}.shared_expert_gate.weight": (("blk.{i}.ffn_gate_inp_shexp.weight",), Row())
-}
+"""Where that norm is not the feed-forward network's own, or is called so."""
 GATE, UP, DOWN = (f"blk.{{i}}.ffn_{part}_exps" for part in ("gate", "up", "down"))
-STACKED_EXPERTS = renamed((f"{MLP}.gate", "blk.{i}.ffn_gate_inp")) | {
-    f"{MLP}.experts.gate_up_proj": ((f"{GATE}.weight", f"{UP}.weight"), Halves()),
-    f"{MLP}.experts.down_proj": ((f"{DOWN}.weight",), KEEP),
+SHARED_EXPERT_GATE = {
+    f"{MLP}.shared_expert_gate.weight": (("blk.{i}.ffn_gate_inp_shexp.weight",), Row())
 }

@@ -13,7 +13,6 @@ from typing import Any
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec
-from rooflax.models.gguf_names import FUSED, renamed
 from rooflax.models.phi3 import GATE_UP
 from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.weights import StoredAs
@@ -28,11 +27,7 @@ NAMES = Names(
         ("layers.{i}.mlp.post_norm", StoredAs(f"{LAYER}.post_mlp_layernorm.weight")),
     )
 )
-POST = (
-    ("model.layers.{i}.post_self_attn_layernorm", "blk.{i}.post_attention_norm"),
-    ("model.layers.{i}.post_mlp_layernorm", "blk.{i}.post_ffw_norm"),
-)
-GGUF = GGUFSpec("glm4", partial=True, tensors=FUSED | renamed(*POST))
+GGUF = GGUFSpec("glm4", partial=True)
 TINY = common.tiny(attention_bias=True, head_dim=24, pad_token_id=0)
 
 

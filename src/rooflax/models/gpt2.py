@@ -14,7 +14,6 @@ from rooflax.errors import CheckpointError
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec
 from rooflax.models.gguf_changes import Transposed
-from rooflax.models.gguf_names import renamed
 from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import Attention, Layer, Mlp
 from rooflax.nn.weights import Conv1D, Flat, StoredAs, Swapped, TensorLayout
@@ -62,13 +61,7 @@ GGUF = GGUFSpec(
         "attention.layer_norm_epsilon": "layer_norm_epsilon",
         "vocab_size": "vocab_size",
     },
-    tensors=renamed(
-        ("transformer.wte", "token_embd"), ("transformer.wpe", "position_embd"),
-        ("transformer.ln_f", "output_norm"), ("lm_head", "output"),
-        (f"{_H}.ln_1", "blk.{i}.attn_norm"), (f"{_H}.ln_2", "blk.{i}.ffn_norm"),
-        *((f"{_H}.{hf}", f"blk.{{i}}.{stored}") for hf, stored in PRODUCTS.items()),
-    )
-    | {f"{_H}.{hf}.weight": ((f"blk.{{i}}.{stored}.weight",), Transposed())
+    tensors={f"{_H}.{hf}.weight": ((f"blk.{{i}}.{stored}.weight",), Transposed())
        for hf, stored in PRODUCTS.items()},
 )  # fmt: skip
 TINY = {

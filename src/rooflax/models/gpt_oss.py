@@ -26,7 +26,7 @@ from rooflax.models.common import (
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec
 from rooflax.models.gguf_changes import KEEP, Interleaved, InterleavedBias, Transposed
-from rooflax.models.gguf_names import COMMON, DOWN, GATE, LAYERS, POST_NORM, UP, WINDOW, renamed
+from rooflax.models.gguf_names import COMMON, DOWN, GATE, POST_NORM, UP, WINDOW
 from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import ATTENTION, MLP, Layer, Moe
 from rooflax.nn.rope import Rope, RopeScaling
@@ -126,7 +126,7 @@ GGUF = GGUFSpec(
     } | WINDOW,
     required=("attention.sliding_window",),
     read=lambda reader, raw: _untruncated(reader.attention(raw)),
-    tensors=LAYERS | POST_NORM | renamed((f"{MLP}.router", "blk.{i}.ffn_gate_inp")) | {
+    tensors=POST_NORM | {
         f"{ATTENTION}.sinks": (("blk.{i}.attn_sinks.weight",), KEEP),
         f"{MLP}.experts.gate_up_proj": ((f"{GATE}.weight", f"{UP}.weight"), Interleaved()),
         f"{MLP}.experts.gate_up_proj_bias": ((f"{GATE}.bias", f"{UP}.bias"), InterleavedBias()),

@@ -15,8 +15,8 @@ from rooflax.errors import UnsupportedModelError
 from rooflax.models import common, granite
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec, ToldBy
-from rooflax.models.gguf_changes import KEEP, Halves
-from rooflax.models.gguf_names import COMMON, LAYERS, renamed
+from rooflax.models.gguf_changes import Halves
+from rooflax.models.gguf_names import COMMON
 from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import Mlp
 from rooflax.nn.weights import StoredAs
@@ -34,11 +34,10 @@ GGUF = GGUFSpec(
     stated={"num_local_experts": 0, "position_embedding_type": None}, waived=granite.WAIVED,
     read=lambda reader, raw: reader.attention(raw)
     | {"layer_types": ["attention"] * raw.get("num_hidden_layers", 0)},
-    tensors=LAYERS | renamed(("model.layers.{i}.post_attention_layernorm", "blk.{i}.ffn_norm")) | {
+    tensors={
         f"{SHARED}.input_linear.weight": (
             ("blk.{i}.ffn_gate.weight", "blk.{i}.ffn_up.weight"), Halves(),
         ),
-        f"{SHARED}.output_linear.weight": (("blk.{i}.ffn_down.weight",), KEEP),
     },
     permuted=True, output_bias=True,
 )  # fmt: skip

@@ -14,7 +14,6 @@ from rooflax.errors import CheckpointError
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec
-from rooflax.models.gguf_names import DENSE
 from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import ATTENTION
 from rooflax.nn.rope import MOST, Rope
@@ -30,13 +29,8 @@ STATED = {
 }  # fmt: skip
 SKIPPED_KEYS = ("cla_*", "class_num", "dense_list", "pool_type", "org_vocab_size", "*_id")
 """Keys of shared K/V and of a classifier's head, which `STATED` excludes, and tokens."""
-GGUF = GGUFSpec(
-    "hunyuan-dense", waived=("rope.scaling.original_context_length",),  # theta has the scaling
-    tensors={
-        name.replace(".q_norm.", ".query_layernorm.").replace(".k_norm.", ".key_layernorm."): entry
-        for name, entry in DENSE.items()
-    },
-)  # fmt: skip
+GGUF = GGUFSpec("hunyuan-dense", waived=("rope.scaling.original_context_length",))
+"""The scaling of RoPE is in theta."""
 TINY = common.tiny(
     rope_theta=100.0, pad_token_id=0,
     rope_scaling={"type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32},

@@ -14,8 +14,8 @@ from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec, Metadata, MetadataReader, Raw, full_rope
 from rooflax.models.gguf_changes import HeadStacks
-from rooflax.models.gguf_names import COMMON, DENSE, Table, renamed
-from rooflax.models.glm4_moe import EXPERTS, KEYS, NAMES
+from rooflax.models.gguf_names import COMMON, Table
+from rooflax.models.glm4_moe import CHOICE_BIAS, KEYS, NAMES
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.latent import LatentAttention
 from rooflax.nn.parts import ATTENTION, Layer, Mlp, Moe
@@ -32,14 +32,6 @@ KNOWN_BY_DEPTH = (26, 27)
 ONE_HEAD = ("attention.head_count_kv", "attention.key_length")
 """Keys that are of the latent itself in GGUF files."""
 KV_B = f"{ATTENTION}.kv_b_proj"
-TENSORS = DENSE | EXPERTS | renamed(
-    (f"{ATTENTION}.q_a_proj", "blk.{i}.attn_q_a"),
-    (f"{ATTENTION}.q_a_layernorm", "blk.{i}.attn_q_a_norm"),
-    (f"{ATTENTION}.q_b_proj", "blk.{i}.attn_q_b"),
-    (f"{ATTENTION}.kv_a_proj_with_mqa", "blk.{i}.attn_kv_a_mqa"),
-    (f"{ATTENTION}.kv_a_layernorm", "blk.{i}.attn_kv_a_norm"),
-    (KV_B, "blk.{i}.attn_kv_b"),
-)  # fmt: skip
 TINY = common.tiny(
     "head_dim", hidden_size=48, num_attention_heads=6, num_key_value_heads=6, q_lora_rank=None,
     kv_lora_rank=20, qk_nope_head_dim=14, qk_rope_head_dim=8, v_head_dim=10, n_routed_experts=6,
@@ -134,10 +126,10 @@ def _gguf_tensors(decoder: Decoder, present: Collection[str]) -> Table:
     """Keys and values of heads apart, where a file does not have the one tensor of old ones."""
     part = decoder.attention
     if not isinstance(part, LatentAttention) or "blk.0.attn_kv_b.weight" in present:
-        return TENSORS
+        return CHOICE_BIAS
     stacks = HeadStacks(part.num_heads, (part.nope_dim, part.value_dim))
     stored = ("blk.{i}.attn_k_b.weight", "blk.{i}.attn_v_b.weight")
-    return TENSORS | {f"{KV_B}.weight": (stored, stacks)}
+    return CHOICE_BIAS | {f"{KV_B}.weight": (stored, stacks)}
 
 
 def read_gguf(reader: MetadataReader, raw: Raw) -> Raw:

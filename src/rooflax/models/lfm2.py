@@ -16,7 +16,7 @@ from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec, MetadataReader, Raw
 from rooflax.models.gguf_changes import Kernel
-from rooflax.models.gguf_names import COMMON, renamed
+from rooflax.models.gguf_names import COMMON
 from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import ATTENTION, Layer, Mlp
 from rooflax.nn.recurrent import ShortConv
@@ -24,7 +24,6 @@ from rooflax.nn.weights import StoredAs
 from rooflax.nn.wiring import NormKind
 
 KINDS, FEED = ("full_attention", "conv"), "model.layers.{i}.feed_forward"
-CONV = "model.layers.{i}.conv"
 NAMES = Names((
     ("final_norm", StoredAs("model.embedding_norm.weight")),
     *((f"layers.{{i}}.{part}.norm", StoredAs("model.layers.{i}.operator_norm.weight"))
@@ -131,15 +130,5 @@ GGUF = GGUFSpec(
             0 if kind == "conv" else decoder.num_kv_heads for kind in raw["layer_types"]
         ],
     },
-    tensors=renamed(
-        ("model.embed_tokens", "token_embd"), ("model.embedding_norm", "token_embd_norm"),
-        ("lm_head", "output"), ("model.layers.{i}.operator_norm", "blk.{i}.attn_norm"),
-        ("model.layers.{i}.ffn_norm", "blk.{i}.ffn_norm"),
-        *((f"{ATTENTION}.{part}_proj", f"blk.{{i}}.attn_{part}") for part in "qkv"),
-        *((f"{ATTENTION}.{part}_layernorm", f"blk.{{i}}.attn_{part}_norm") for part in "qk"),
-        (f"{ATTENTION}.out_proj", "blk.{i}.attn_output"), (f"{FEED}.w1", "blk.{i}.ffn_gate"),
-        (f"{FEED}.w3", "blk.{i}.ffn_up"), (f"{FEED}.w2", "blk.{i}.ffn_down"),
-        *((f"{CONV}.{part}_proj", f"blk.{{i}}.shortconv.{part}_proj") for part in ("in", "out")),
-    )
-    | {f"{CONV}.conv.weight": (("blk.{i}.shortconv.conv.weight",), Kernel())},
+    tensors={"model.layers.{i}.conv.conv.weight": (("blk.{i}.shortconv.conv.weight",), Kernel())},
 )  # fmt: skip

@@ -11,7 +11,7 @@ from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import Metadata, MetadataReader, Raw, full_rope
 from rooflax.models.gguf_changes import KEEP, Decay, HeadKinds, Kernel, Tiled
-from rooflax.models.gguf_names import Table, less_one
+from rooflax.models.gguf_names import Table
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.parts import Attention, Layer, Mlp, Moe
 from rooflax.nn.recurrent import GatedDelta
@@ -132,12 +132,11 @@ def write_image_gguf(decoder: Decoder, raw: Raw) -> Metadata:
     return written | (sections if written else {})
 
 
-def delta_tensors(decoder: Decoder, others: Table) -> Table:
-    """The gated delta rule beside a family's other tensors, whose norms have one added; Qwen 3.5's
-    files have value heads in an order of their own."""
+def delta_tensors(decoder: Decoder) -> Table:
+    """The gated delta rule; Qwen 3.5's files have value heads in an order of their own."""
     delta = _delta(decoder)
     if delta is None:
-        return others
+        return {}
     values = delta.group * delta.value_dim
     if delta.fused:
         kinds = (delta.key_dim, delta.key_dim, values, values)
@@ -161,7 +160,7 @@ def delta_tensors(decoder: Decoder, others: Table) -> Table:
         "norm.weight": (("ssm_norm.weight",), KEEP),
         "out_proj.weight": (("ssm_out.weight",), out),
     }
-    return less_one(others) | {
+    return {
         f"model.layers.{{i}}.linear_attn.{name}": (
             tuple(f"blk.{{i}}.{one}" for one in names), change,
         )

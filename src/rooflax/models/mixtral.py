@@ -11,7 +11,7 @@ from typing import Any
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec, ToldBy
-from rooflax.models.gguf_names import COMMON, DENSE, experts
+from rooflax.models.gguf_names import COMMON
 from rooflax.models.mistral import read_window
 from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import Layer, Moe
@@ -24,7 +24,6 @@ GGUF = GGUFSpec(
     keys=COMMON | {
         "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
     },
-    tensors=DENSE | experts(STORED, f"{STORED}.experts.{{e}}", "w1", "w3", "w2"),
     permuted=True, output_bias=True,
 )  # fmt: skip
 TINY = common.tiny(num_local_experts=5, num_experts_per_tok=2, intermediate_size=32, hidden_size=56)

@@ -11,11 +11,11 @@ from typing import Any
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec
-from rooflax.models.gguf_names import SANDWICH_NORMS
+from rooflax.models.gguf_names import POST_NORM
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.wiring import POST
 
-GGUF = GGUFSpec("olmo2", tensors=SANDWICH_NORMS, square=True, tied=False)
+GGUF = GGUFSpec("olmo2", tensors=POST_NORM, square=True, tied=False)
 TINY = common.tiny("head_dim", hidden_size=60)
 
 

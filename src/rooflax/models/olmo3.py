@@ -11,7 +11,7 @@ from typing import Any
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec, ToldBy
-from rooflax.models.gguf_names import COMMON, SANDWICH_NORMS, WINDOW
+from rooflax.models.gguf_names import COMMON, POST_NORM, WINDOW
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.parts import Layer
 from rooflax.nn.wiring import POST
@@ -19,7 +19,7 @@ from rooflax.nn.wiring import POST
 THETA = 500_000.0
 GGUF = GGUFSpec(
     "olmo2", told_by=ToldBy("olmo2", "attention.sliding_window", bool), keys=COMMON | WINDOW,
-    tensors=SANDWICH_NORMS, square=True, tied=False,
+    tensors=POST_NORM, square=True, tied=False,
 )  # fmt: skip
 TINY = common.tiny(
     "head_dim", hidden_size=60, sliding_window=7, num_hidden_layers=4, rope_theta=500_000.0,

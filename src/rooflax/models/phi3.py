@@ -16,7 +16,7 @@ from rooflax.errors import UnsupportedModelError
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec
-from rooflax.models.gguf_names import COMMON, FUSED, WINDOW, renamed
+from rooflax.models.gguf_names import COMMON, WINDOW
 from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import ATTENTION, MLP
 from rooflax.nn.weights import StoredAs
@@ -28,8 +28,7 @@ NO_BIASES = (("attention_bias", False), ("mlp_bias", False), ("lm_head_bias", Fa
 ORIGINAL = "original_max_position_embeddings"
 GGUF = GGUFSpec(
     "phi3", keys=COMMON | WINDOW | {"rope.scaling.original_context_length": ORIGINAL}, biases={},
-    partial=True, tensors=FUSED | renamed((f"{ATTENTION}.qkv_proj", "blk.{i}.attn_qkv")),
-    square=True, ignores_window=True,
+    partial=True, square=True, ignores_window=True,
 )  # fmt: skip
 TINY = common.tiny("head_dim", hidden_size=60, pad_token_id=0, sliding_window=7)
 

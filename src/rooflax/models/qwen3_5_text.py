@@ -10,7 +10,7 @@ from typing import Any
 from rooflax.models import common, mixers
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec
-from rooflax.models.gguf_names import COMMON, DENSE, POST_NORM
+from rooflax.models.gguf_names import COMMON, POST_NORM
 from rooflax.nn.decoder import Decoder
 
 HF_PREFIXES = ("model.", "model.language_model.", "language_model.model.")
@@ -21,7 +21,7 @@ SKIPPED_KEYS = ("mtp_*", "mamba_ssm_dtype")
 GGUF = GGUFSpec(
     "qwen35", keys=COMMON | mixers.KEYS, partial=True, read=mixers.read_gguf,
     write=mixers.write_image_gguf,
-    tensors=lambda decoder, _: mixers.delta_tensors(decoder, DENSE | POST_NORM),
+    tensors=lambda decoder, _: POST_NORM | mixers.delta_tensors(decoder), adds_one=True,
 )  # fmt: skip
 TINY = common.tiny(rms_norm_eps=1e-6, **mixers.TINY)
 

@@ -11,15 +11,7 @@ from typing import Any
 from rooflax.models import common, mixers
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec
-from rooflax.models.gguf_names import (
-    COMMON,
-    DENSE,
-    EXPERTS,
-    GATED_SHARED_EXPERT,
-    MLP_EXPERTS,
-    POST_NORM,
-    SHARED_EXPERT,
-)
+from rooflax.models.gguf_names import COMMON, EXPERTS, POST_NORM, SHARED_EXPERT, SHARED_EXPERT_GATE
 from rooflax.models.sparse import read_mlps, read_sparse_layers, write_mlps
 from rooflax.nn.decoder import Decoder
 
@@ -28,9 +20,8 @@ SKIPPED = r"mtp\..*"
 GGUF = GGUFSpec(
     "qwen3next", keys=COMMON | EXPERTS | SHARED_EXPERT | mixers.KEYS,
     stated={"norm_topk_prob": True}, partial=True, read=mixers.read_gguf, write=mixers.write_gguf,
-    tensors=lambda decoder, _: mixers.delta_tensors(
-        decoder, DENSE | POST_NORM | MLP_EXPERTS | GATED_SHARED_EXPERT
-    ),
+    tensors=lambda decoder, _: POST_NORM | SHARED_EXPERT_GATE | mixers.delta_tensors(decoder),
+    adds_one=True,
 )  # fmt: skip
 TINY = common.tiny(
     num_experts=5, num_experts_per_tok=3, moe_intermediate_size=32, norm_topk_prob=True,

@@ -26,7 +26,7 @@ os.environ.setdefault("XLA_FLAGS", QUICK_TO_COMPILE)
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from tests import goldens, shapes  # noqa: E402
+from tests import shapes  # noqa: E402
 
 shapes.install(["rooflax.ops", "rooflax.nn", "rooflax.models"])
 
@@ -35,6 +35,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 from rooflax.engine.compilation import REQUEST, enable_persistent_cache  # noqa: E402
+from tests import goldens  # noqa: E402
 
 enable_persistent_cache()
 

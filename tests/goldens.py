@@ -22,6 +22,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from rooflax.models.registry import families, family, read_config
 from tests.marks import cases
 
 FOLDER = Path(__file__).parent / "data" / "goldens"
@@ -33,392 +34,168 @@ SEQ = 41
 KEPT_POSITIONS = (0, 9, 25, 40)
 """Positions whose logits are committed; a live reference has them all."""
 
-_LLAMA = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB,
-    "hidden_size": 54, "intermediate_size": 104, "num_hidden_layers": 3,
-    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20,
-    "max_position_embeddings": 131, "rms_norm_eps": 1e-5, "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}  # fmt: skip
-_QWEN2 = {
-    "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": VOCAB,
-    "hidden_size": 48, "intermediate_size": 104, "num_hidden_layers": 4,
-    "num_attention_heads": 6, "num_key_value_heads": 3, "max_position_embeddings": 131,
-    "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False,
-    "rope_theta": 1000.0,
-}  # fmt: skip
-_GPT_OSS = {
-    "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "vocab_size": VOCAB,
-    "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 4,
-    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20,
-    "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 7,
-    "max_position_embeddings": 131, "rms_norm_eps": 1e-5, "hidden_act": "silu",
-    "tie_word_embeddings": False, "attention_bias": True, "rope_theta": 150.0,
-    "rope_scaling": {
-        "rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
-        "truncate": False, "original_max_position_embeddings": 12,
-    },
-}  # fmt: skip
 
-_QWEN3 = {
-    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": VOCAB,
-    "hidden_size": 54, "intermediate_size": 104, "num_hidden_layers": 4,
-    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20,
-    "max_position_embeddings": 131, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-    "tie_word_embeddings": False, "rope_theta": 1000.0,
-}  # fmt: skip
-_SMOLLM3 = {
-    "model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "vocab_size": VOCAB,
-    "hidden_size": 60, "intermediate_size": 104, "num_hidden_layers": 4,
-    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 131,
-    "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": True,
-    "rope_theta": 1000.0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+def _tiny(name: str) -> dict[str, Any]:
+    raw = {"model_type": name} | family(name).TINY
+    written = family(name).config_to_hf(read_config(raw)[1])
+    return raw | {"architectures": written["architectures"]}
 
-_MISTRAL = _LLAMA | {
-    "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 7,
-    "rope_theta": 1000.0,
-}  # fmt: skip
-_SEED_OSS = _LLAMA | {
-    "model_type": "seed_oss", "architectures": ["SeedOssForCausalLM"], "rope_theta": 1000.0,
-    "attention_bias": True, "attention_out_bias": False, "mlp_bias": False,
-}  # fmt: skip
 
-_QWEN3_MOE = _QWEN3 | {
-    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 5,
-    "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True,
-    "hidden_size": 56,
-    "num_hidden_layers": 3,
-}  # fmt: skip
-_MIXTRAL = _LLAMA | {
-    "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 5,
-    "num_experts_per_tok": 2, "intermediate_size": 32, "rope_theta": 1000.0, "hidden_size": 56,
-}  # fmt: skip
+TINY = {name: _tiny(name) for name in families() if hasattr(family(name), "TINY")}
+"""config.json of every decoder family's tiny checkpoint, which its file declares."""
 
-_GEMMA3 = _LLAMA | {
-    "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 4,
-    "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6,
-    "query_pre_attn_scalar": 28, "sliding_window": 7, "sliding_window_pattern": 3,
-    "rope_theta": 1000.0, "rope_local_base_freq": 100.0,
-}  # fmt: skip
-del _GEMMA3["hidden_act"]
 
-_GRANITE = {key: value for key, value in _LLAMA.items() if key != "head_dim"} | {
-    "model_type": "granite", "architectures": ["GraniteForCausalLM"], "hidden_size": 60,
-    "attention_multiplier": 0.4, "embedding_multiplier": 3.0, "residual_multiplier": 0.7,
-    "logits_scaling": 1.6, "rope_theta": 1000.0,
-}  # fmt: skip
+def by_family(**others: str) -> dict[str, str]:
+    """A variant of each family: its own, or another one."""
+    return {"llama": "llama_gqa"} | {name: name for name in TINY if name != "llama"} | others
 
-_OLMO2 = {key: value for key, value in _LLAMA.items() if key != "head_dim"} | {
-    "model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "hidden_size": 60,
-    "rope_theta": 1000.0,
-}  # fmt: skip
 
-_PHI3 = {key: value for key, value in _LLAMA.items() if key != "head_dim"} | {
-    "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "hidden_size": 60,
-    "rope_theta": 1000.0, "pad_token_id": 0,
-}  # fmt: skip
-_LONGROPE = {
+def of(family: str, *without: str, **changes: Any) -> dict[str, Any]:
+    """A family's tiny checkpoint without some keys and with others."""
+    return {k: v for k, v in TINY[family].items() if k not in without} | changes
+
+
+LONGROPE = {
     "type": "longrope", "short_factor": [1.0, 1.25, 2.0, 4.0], "long_factor": [1.5, 3.0, 9.0, 33.0],
 }  # fmt: skip
-
-_GLM4 = _LLAMA | {
-    "model_type": "glm4", "architectures": ["Glm4ForCausalLM"], "rope_theta": 1000.0,
-    "attention_bias": True, "head_dim": 24, "pad_token_id": 0,
-}  # fmt: skip
-_ERNIE = _LLAMA | {
-    "model_type": "ernie4_5", "architectures": ["Ernie4_5ForCausalLM"], "rope_theta": 1000.0,
-    "tie_word_embeddings": True,
-}  # fmt: skip
-
-_EXAONE4 = _LLAMA | {
-    "model_type": "exaone4", "architectures": ["Exaone4ForCausalLM"], "rope_theta": 1000.0,
-    "sliding_window": 7, "num_hidden_layers": 4, "sliding_window_pattern": 2,
-}  # fmt: skip
-_COHERE2 = {k: v for k, v in _LLAMA.items() if k not in ("head_dim", "rms_norm_eps")} | {
-    "model_type": "cohere2", "architectures": ["Cohere2ForCausalLM"], "rope_theta": 1000.0,
-    "sliding_window": 7, "num_hidden_layers": 4, "hidden_size": 60, "layer_norm_eps": 1e-5,
-    "tie_word_embeddings": True, "logit_scale": 0.5,
-}  # fmt: skip
-
-_MINISTRAL3 = _LLAMA | {
-    "model_type": "ministral3", "architectures": ["Ministral3ForCausalLM"],
-    "rope_parameters": {
-        "type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
-        "original_max_position_embeddings": 10, "max_position_embeddings": 131, "mscale": 1.0,
-        "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.25,
-    },
-}  # fmt: skip
-
-_HUNYUAN = _LLAMA | {
-    "model_type": "hunyuan_v1_dense", "architectures": ["HunYuanDenseV1ForCausalLM"],
-    "rope_theta": 100.0, "pad_token_id": 0,
-}  # fmt: skip
-_GRANITE4 = _GRANITE | {
-    "model_type": "granitemoehybrid", "architectures": ["GraniteMoeHybridForCausalLM"],
-    "num_local_experts": 0, "shared_intermediate_size": 104, "intermediate_size": 20,
-    "layer_types": ["attention"] * 3, "position_embedding_type": "rope", "mamba_n_heads": 4,
-    "mamba_d_head": 30, "pad_token_id": 0,
-}  # fmt: skip
-
-_QWEN2_MOE = _QWEN3_MOE | {
-    "model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"], "norm_topk_prob": False,
-    "shared_expert_intermediate_size": 40,
-}  # fmt: skip
-_GLM4_MOE = _LLAMA | {
-    "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "rope_theta": 1000.0,
-    "head_dim": 24, "hidden_size": 56, "n_routed_experts": 5, "num_experts_per_tok": 3,
-    "moe_intermediate_size": 32, "n_shared_experts": 2, "routed_scaling_factor": 1.5,
-    "attention_bias": True, "use_qk_norm": True, "first_k_dense_replace": 1,
-}  # fmt: skip
-_QWEN3_NEXT = _QWEN3_MOE | {
-    "model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "hidden_size": 56,
-    "num_hidden_layers": 3, "head_dim": 24, "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6, "linear_key_head_dim": 10, "linear_value_head_dim": 12,
-    "linear_conv_kernel_dim": 4, "shared_expert_intermediate_size": 40,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "partial_rotary_factor": 0.5,
-}  # fmt: skip
-_QWEN3_5 = {
-    k: v for k, v in _QWEN3_NEXT.items()
-    if k not in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
-                 "shared_expert_intermediate_size")
-} | {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"]}  # fmt: skip
-_QWEN3_5_MOE = {
-    k: v for k, v in _QWEN3_NEXT.items() if k not in ("norm_topk_prob", "intermediate_size")
-} | {"model_type": "qwen3_5_moe_text", "architectures": ["Qwen3_5MoeForCausalLM"]}
-_LFM2 = {
-    "model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"], "vocab_size": VOCAB,
-    "hidden_size": 60, "intermediate_size": 104, "num_hidden_layers": 5,
-    "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 131,
-    "norm_eps": 1e-5, "rope_theta": 1000.0, "block_multiple_of": 8,
-    "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
-}  # fmt: skip
-
-_GEMMA4 = {k: v for k, v in _LLAMA.items() if k != "hidden_act"} | {
-    "model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"], "hidden_size": 56,
-    "hidden_activation": "gelu_pytorch_tanh", "num_hidden_layers": 4, "tie_word_embeddings": True,
-    "num_key_value_heads": 3, "head_dim": 16, "global_head_dim": 24, "sliding_window": 7,
-    "num_global_key_value_heads": 2, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
-    "final_logit_softcapping": 20.0,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "rope_parameters": {
-        "full_attention": {
-            "rope_type": "proportional", "rope_theta": 1000.0, "partial_rotary_factor": 0.25,
-        },
-        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-    },
-}  # fmt: skip
-
-_DEEPSEEK = {k: v for k, v in _LLAMA.items() if k != "head_dim"} | {
-    "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "hidden_size": 48,
-    "rope_theta": 1000.0, "num_attention_heads": 6, "num_key_value_heads": 6,
-    "q_lora_rank": None, "kv_lora_rank": 20, "qk_nope_head_dim": 14, "qk_rope_head_dim": 8,
-    "v_head_dim": 10, "n_routed_experts": 6, "num_experts_per_tok": 3, "n_shared_experts": 2,
-    "moe_intermediate_size": 32, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
-}  # fmt: skip
-_DEEPSEEK_V3 = _DEEPSEEK | {
-    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": 28,
-    "n_group": 1, "topk_group": 1,
-}  # fmt: skip
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "gpt2": {
-        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": VOCAB,
-        "n_positions": 131, "n_embd": 44, "n_inner": 104, "n_layer": 3, "n_head": 4,
-        "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",
-    },
-    "llama_mha": _LLAMA
-    | {"hidden_size": 60, "num_key_value_heads": 6, "head_dim": 10, "rope_theta": 10000.0},
-    "llama_gqa": _LLAMA | {"rope_theta": 500.0, "rope_scaling": None},
-    "llama3_tied": _LLAMA
-    | {
-        "tie_word_embeddings": True,
-        "rope_parameters": {
+VARIANTS: dict[str, dict[str, Any]] = {v: TINY[name] for name, v in by_family().items()} | {
+    "llama_mha": of(
+        "llama", "rope_scaling", hidden_size=60, num_key_value_heads=6, head_dim=10,
+        rope_theta=10000.0,
+    ),
+    "llama3_tied": of(
+        "llama", "rope_theta", "rope_scaling", tie_word_embeddings=True,
+        rope_parameters={
             "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
             "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
         },
-    },
-    "llama_bias": _LLAMA | {"attention_bias": True, "mlp_bias": True, "rope_theta": 10000.0},
-    "llama_linear": _LLAMA
-    | {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
-    "qwen2": _QWEN2,
-    "qwen2_window": _QWEN2
-    | {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
-    "qwen3": _QWEN3,
-    "qwen3_window": _QWEN3
-    | {
-        "tie_word_embeddings": True, "attention_bias": True, "use_sliding_window": True,
-        "sliding_window": 7, "max_window_layers": 2,
-    },
-    "smollm3": _SMOLLM3,
-    "smollm3_window": _SMOLLM3
-    | {
-        "no_rope_layers": [0, 1, 1, 0], "use_sliding_window": True, "sliding_window": 7,
-        "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False,
-    },
-    "gpt_oss": _GPT_OSS,
-    "gpt_oss_short": _GPT_OSS | {"num_hidden_layers": 2},
-    "gpt_oss_mxfp4": _GPT_OSS
-    | {"rope_scaling": _GPT_OSS["rope_scaling"] | {"truncate": True, "attention_factor": 1.25}},
-    "mistral": _MISTRAL,
-    "mistral_full": _MISTRAL
-    | {
-        "sliding_window": None, "head_dim": None, "hidden_size": 60, "num_key_value_heads": 3,
-    },
-    "seed_oss": _SEED_OSS,
-    "seed_oss_bias": _SEED_OSS
-    | {"attention_out_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-    "qwen3_moe": _QWEN3_MOE,
-    "qwen3_moe_dense": _QWEN3_MOE
-    | {
-        "num_hidden_layers": 4, "norm_topk_prob": False, "decoder_sparse_step": 2,
-        "mlp_only_layers": [1], "attention_bias": True, "use_sliding_window": True,
-        "sliding_window": 7,
-    },
-    "mixtral": _MIXTRAL,
-    "mixtral_window": _MIXTRAL | {"sliding_window": 7, "tie_word_embeddings": True},
-    "gemma3_text": _GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-    "gemma3_text_nested": {k: v for k, v in _GEMMA3.items() if not k.startswith("rope_")}
-    | {
-        "layer_types": ["full_attention", "sliding_attention"] * 2, "attention_bias": True,
-        "tie_word_embeddings": False,
-        "rope_parameters": {
+    ),
+    "llama_bias": of(
+        "llama", "rope_scaling", attention_bias=True, mlp_bias=True, rope_theta=10000.0,
+    ),
+    "llama_linear": of("llama", rope_theta=10000.0, rope_scaling={"type": "linear", "factor": 4.0}),
+    "qwen2_window": of("qwen2", use_sliding_window=True, sliding_window=7, max_window_layers=1),
+    "qwen3_window": of(
+        "qwen3", tie_word_embeddings=True, attention_bias=True, use_sliding_window=True,
+        sliding_window=7, max_window_layers=2,
+    ),
+    "smollm3_window": of(
+        "smollm3", tie_word_embeddings=False, no_rope_layers=[0, 1, 1, 0], use_sliding_window=True,
+        sliding_window=7, attention_bias=True, mlp_bias=True,
+    ),
+    "gpt_oss_short": of("gpt_oss", num_hidden_layers=2),
+    "gpt_oss_mxfp4": of(
+        "gpt_oss",
+        rope_scaling=TINY["gpt_oss"]["rope_scaling"] | {"truncate": True, "attention_factor": 1.25},
+    ),
+    "mistral_full": of(
+        "mistral", hidden_size=60, num_key_value_heads=3, head_dim=None, sliding_window=None,
+    ),
+    "seed_oss_bias": of(
+        "seed_oss", tie_word_embeddings=True, attention_out_bias=True, mlp_bias=True,
+    ),
+    "qwen3_moe_dense": of(
+        "qwen3_moe", num_hidden_layers=4, norm_topk_prob=False, decoder_sparse_step=2,
+        mlp_only_layers=[1], attention_bias=True, use_sliding_window=True, sliding_window=7,
+    ),
+    "mixtral_window": of("mixtral", tie_word_embeddings=True, sliding_window=7),
+    "gemma3_text_nested": of(
+        "gemma3_text", "rope_theta", "rope_local_base_freq", "rope_scaling",
+        tie_word_embeddings=False,
+        layer_types=["full_attention", "sliding_attention"] * 2,
+        attention_bias=True,
+        rope_parameters={
             "full_attention": {"rope_type": "default", "rope_theta": 500.0},
             "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50.0},
         },
-    },
-    "granite": _GRANITE,
-    "granite_bias": _GRANITE
-    | {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 1.0},
-    "olmo2": _OLMO2,
-    "olmo3": _OLMO2
-    | {
-        "model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], "sliding_window": 7,
-        "num_hidden_layers": 4, "rope_theta": 500_000.0,
-        "rope_scaling": {
-            "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16,
-            "attention_factor": 1.2,
-        },
-    },
-    "qwen3_next": _QWEN3_NEXT,
-    "qwen3_next_dense": {k: v for k, v in _QWEN3_NEXT.items() if k != "layer_types"}
-    | {
-        "mlp_only_layers": [1], "full_attention_interval": 2, "norm_topk_prob": False,
-        "attention_bias": True, "tie_word_embeddings": True, "linear_num_value_heads": 2,
-    },
-    "qwen3_5_text": _QWEN3_5,
-    "qwen3_5_text_plain": {k: v for k, v in _QWEN3_5.items() if k != "rope_theta"}
-    | {
-        "linear_num_key_heads": 3, "linear_num_value_heads": 3, "tie_word_embeddings": True,
-        "rope_parameters": {
+    ),
+    "granite_bias": of("granite", attention_multiplier=1.0, attention_bias=True, mlp_bias=True),
+    "qwen3_next_dense": of(
+        "qwen3_next", "layer_types", tie_word_embeddings=True, norm_topk_prob=False,
+        linear_num_value_heads=2, mlp_only_layers=[1], full_attention_interval=2,
+        attention_bias=True,
+    ),
+    "qwen3_5_text_plain": of(
+        "qwen3_5_text", "rope_theta", tie_word_embeddings=True, linear_num_key_heads=3,
+        linear_num_value_heads=3,
+        rope_parameters={
             "rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25,
             "mrope_section": [1, 1, 1], "mrope_interleaved": True,
         },
-    },
-    "qwen3_5_moe_text": _QWEN3_5_MOE,
-    "lfm2": _LFM2,
-    "lfm2_bias": {k: v for k, v in _LFM2.items() if k != "layer_types"}
-    | {
-        "conv_bias": True, "conv_L_cache": 5, "block_auto_adjust_ff_dim": False,
-        "tie_embedding": False, "full_attn_idxs": [0, 3],
-    },
-    "olmo2_bias": _OLMO2 | {"attention_bias": True, "num_key_value_heads": 3},
-    "phi3": _PHI3 | {"sliding_window": 7},
-    "phi3_long": _PHI3
-    | {
-        "partial_rotary_factor": 0.8, "rope_scaling": _LONGROPE, "tie_word_embeddings": True,
-        "original_max_position_embeddings": 4, "num_key_value_heads": 3, "num_hidden_layers": 2,
-    },
-    "phi3_short": _PHI3
-    | {
-        "partial_rotary_factor": 0.8, "rope_scaling": _LONGROPE, "max_position_embeddings": 300,
-        "original_max_position_embeddings": 131,
-    },
-    "glm4": _GLM4,
-    "glm4_plain": _GLM4
-    | {
-        "partial_rotary_factor": 0.25, "attention_bias": False, "tie_word_embeddings": True,
-        "num_key_value_heads": 3,
-    },
-    "ernie4_5": _ERNIE,
-    "ernie4_5_bias": _ERNIE | {"use_bias": True, "tie_word_embeddings": False, "head_dim": 18},
-    "exaone4": _EXAONE4,
-    "exaone4_full": _EXAONE4
-    | {
-        "sliding_window": None, "layer_types": ["full_attention"] * 4, "tie_word_embeddings": True,
-        "num_key_value_heads": 3,
-    },
-    "cohere2": _COHERE2,
-    "cohere2_bias": _COHERE2
-    | {
-        "attention_bias": True, "logit_scale": 0.3, "tie_word_embeddings": False,
-        "layer_types": ["full_attention", "sliding_attention"] * 2, "num_key_value_heads": 3,
-    },
-    "ministral3": _MINISTRAL3,
-    "ministral3_tied": _MINISTRAL3 | {"tie_word_embeddings": True, "num_key_value_heads": 3},
-    "hunyuan_v1_dense": _HUNYUAN
-    | {"rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32}},
-    "hunyuan_bias": _HUNYUAN | {"attention_bias": True, "tie_word_embeddings": True},
-    "granitemoehybrid": _GRANITE4,
-    "granitemoehybrid_nope": _GRANITE4
-    | {"position_embedding_type": None, "attention_bias": True, "attention_multiplier": 0.3},
-    "qwen2_moe": _QWEN2_MOE,
-    "qwen2_moe_dense": _QWEN2_MOE
-    | {
-        "num_hidden_layers": 4, "norm_topk_prob": True, "decoder_sparse_step": 2,
-        "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3, "qkv_bias": False,
-    },
-    "gemma4_text": _GEMMA4,
-    "gemma4_text_moe": _GEMMA4
-    | {
-        "enable_moe_block": True, "num_experts": 5, "top_k_experts": 3, "num_hidden_layers": 3,
-        "moe_intermediate_size": 32, "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
-        "num_global_key_value_heads": None, "attention_k_eq_v": False, "attention_bias": True,
-        "tie_word_embeddings": False, "final_logit_softcapping": None,
-        "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": VOCAB,
-    },
-    "gemma4_text_shared": _GEMMA4
-    | {
-        "num_hidden_layers": 7, "num_kv_shared_layers": 4, "use_double_wide_mlp": True,
-        "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": VOCAB,
-        "num_key_value_heads": 1, "num_global_key_value_heads": None, "attention_k_eq_v": False,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2
-        + ["full_attention"], "rope_parameters": None,
-    },
-    "glm4_moe": _GLM4_MOE | {"tie_word_embeddings": True},
-    "glm4_moe_plain": _GLM4_MOE
-    | {
-        "first_k_dense_replace": 0, "norm_topk_prob": False, "attention_bias": False,
-        "use_qk_norm": False, "n_shared_experts": 1, "partial_rotary_factor": 0.25,
-    },
-    "deepseek_v2": _DEEPSEEK
-    | {
-        "rope_scaling": {
-            "type": "yarn", "factor": 8.0, "original_max_position_embeddings": 12,
-            "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.9,
-        },
-    },
-    "deepseek_v2_groups": _DEEPSEEK
-    | {
-        "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2, "q_lora_rank": 28,
-        "attention_bias": True, "n_shared_experts": 1, "tie_word_embeddings": True,
-        "first_k_dense_replace": 0,
-    },
-    "deepseek_v3": _DEEPSEEK_V3
-    | {
-        "n_group": 3, "topk_group": 2, "attention_bias": True, "first_k_dense_replace": 0,
-        "rope_scaling": {
-            "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 12,
-            "mscale": 1.0, "mscale_all_dim": 1.0,
-        },
-    },
-    "deepseek_v3_plain": _DEEPSEEK_V3
-    | {
-        "q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False,
-        "routed_scaling_factor": 2.0,
-        "n_shared_experts": 1, "tie_word_embeddings": True,
-    },
+    ),
+    "lfm2_bias": of(
+        "lfm2", "layer_types", conv_bias=True, conv_L_cache=5, block_auto_adjust_ff_dim=False,
+        tie_embedding=False, full_attn_idxs=[0, 3],
+    ),
+    "olmo2_bias": of("olmo2", num_key_value_heads=3, attention_bias=True),
+    "phi3_long": of(
+        "phi3", "sliding_window", num_hidden_layers=2, num_key_value_heads=3,
+        tie_word_embeddings=True, partial_rotary_factor=0.8,
+        rope_scaling=LONGROPE,
+        original_max_position_embeddings=4,
+    ),
+    "phi3_short": of(
+        "phi3", "sliding_window", max_position_embeddings=300, partial_rotary_factor=0.8,
+        rope_scaling=LONGROPE,
+        original_max_position_embeddings=131,
+    ),
+    "glm4_plain": of(
+        "glm4", num_key_value_heads=3, tie_word_embeddings=True, attention_bias=False,
+        partial_rotary_factor=0.25,
+    ),
+    "ernie4_5_bias": of("ernie4_5", head_dim=18, tie_word_embeddings=False, use_bias=True),
+    "exaone4_full": of(
+        "exaone4", num_key_value_heads=3, tie_word_embeddings=True, sliding_window=None,
+        layer_types=["full_attention"] * 4,
+    ),
+    "cohere2_bias": of(
+        "cohere2", num_key_value_heads=3, tie_word_embeddings=False, logit_scale=0.3,
+        attention_bias=True,
+        layer_types=["full_attention", "sliding_attention"] * 2,
+    ),
+    "ministral3_tied": of("ministral3", num_key_value_heads=3, tie_word_embeddings=True),
+    "hunyuan_bias": of(
+        "hunyuan_v1_dense", "rope_scaling", tie_word_embeddings=True, attention_bias=True,
+    ),
+    "granitemoehybrid_nope": of(
+        "granitemoehybrid", attention_multiplier=0.3, position_embedding_type=None,
+        attention_bias=True,
+    ),
+    "qwen2_moe_dense": of(
+        "qwen2_moe", num_hidden_layers=4, norm_topk_prob=True, decoder_sparse_step=2,
+        use_sliding_window=True, sliding_window=7, max_window_layers=3, qkv_bias=False,
+    ),
+    "gemma4_text_moe": of(
+        "gemma4_text", num_hidden_layers=3, tie_word_embeddings=False,
+        num_global_key_value_heads=None, attention_k_eq_v=False, hidden_size_per_layer_input=12,
+        final_logit_softcapping=None,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        enable_moe_block=True, num_experts=5, top_k_experts=3, moe_intermediate_size=32,
+        attention_bias=True, vocab_size_per_layer_input=VOCAB,
+    ),
+    "gemma4_text_shared": of(
+        "gemma4_text", num_hidden_layers=7, num_key_value_heads=1, num_global_key_value_heads=None,
+        attention_k_eq_v=False, hidden_size_per_layer_input=12,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2
+        + ["full_attention"],
+        rope_parameters=None, num_kv_shared_layers=4, use_double_wide_mlp=True,
+        vocab_size_per_layer_input=VOCAB,
+    ),
+    "glm4_moe_plain": of(
+        "glm4_moe", tie_word_embeddings=False, n_shared_experts=1, attention_bias=False,
+        use_qk_norm=False, first_k_dense_replace=0, norm_topk_prob=False,
+        partial_rotary_factor=0.25,
+    ),
+    "deepseek_v2_groups": of(
+        "deepseek_v2", "rope_scaling", tie_word_embeddings=True, q_lora_rank=28,
+        n_shared_experts=1, first_k_dense_replace=0, topk_method="group_limited_greedy", n_group=3,
+        topk_group=2, attention_bias=True,
+    ),
+    "deepseek_v3_plain": of(
+        "deepseek_v3", "attention_bias", "rope_scaling", tie_word_embeddings=True,
+        q_lora_rank=None, n_shared_experts=1, first_k_dense_replace=1, routed_scaling_factor=2.0,
+        n_group=1, topk_group=1, rope_interleave=False, norm_topk_prob=False,
+    ),
 }  # fmt: skip
 
 NOT_COMPARED = ("gpt_oss_short",)
@@ -805,8 +582,6 @@ def committed(variant: str) -> Reference:
 
 def tensors_of(raw: dict[str, Any]) -> Reference:
     """What a checkpoint of any config.json is written from; it knows no logits."""
-    from rooflax.models.registry import read_config
-
     _, config = read_config(raw)
     shapes = {
         hf: tuple(shape)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from tests import goldens
 from tests.processes import devices
 
 VOCAB = 263
@@ -119,6 +120,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 7, "intermediate_size": 64, "num_hidden_layers": 4,
         "torch_dtype": "float32",
     },
+}  # fmt: skip
+CONFIGS |= {
+    name: raw | {key: size for key, size in _LLAMA.items() if key in raw}
+    for name, raw in goldens.TINY.items() if name not in CONFIGS
 }  # fmt: skip
 """One model per family whose sizes divide by two and four; the vocabulary divides by nothing."""
 

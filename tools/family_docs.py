@@ -10,9 +10,8 @@ import re
 import sys
 from pathlib import Path
 
-from rooflax.loading.gguf_metadata import ARCHITECTURES
 from rooflax.models.presets import PRESETS
-from rooflax.models.registry import FAMILIES, family
+from rooflax.models.registry import families, family, gguf_families
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
@@ -30,7 +29,7 @@ TEXT_PARTS = {
 
 def page(text: str) -> str:
     """docs/models.md with the table as it is now."""
-    found, count = TABLE.subn(lambda _: HEAD + "".join(map(row, FAMILIES)), text)
+    found, count = TABLE.subn(lambda _: HEAD + "".join(map(row, families())), text)
     assert count == 1, "docs/models.md has no table of families"
     return found
 
@@ -41,12 +40,12 @@ def row(name: str) -> str:
     rejected = re.search(r"Rejected: (.*?)\. Source:", about)
     presets = [p for p, raw in PRESETS.items() if raw["model_type"] == name and "tiny" not in p]
     texts = TEXT_PARTS.get(name, (name,))
-    files = [ARCHITECTURES[text] for text in texts if text in ARCHITECTURES]
+    specs = [gguf_families()[text] for text in texts if text in gguf_families()]
     cells = (
         f"`{name}`",
         models,
         ", ".join(presets),
-        ", ".join(f"`{arch}`" for arch in files) or "no",
+        ", ".join(f"`{spec.architecture}`" for spec in specs) or "no",
         rejected[1] if rejected else "",
         proven(name),
     )

@@ -20,7 +20,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -73,17 +73,6 @@ _SCALARS: Mapping[int, str] = {
     11: "<i8", 12: "<f8",
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
-
-
-class Header(Protocol):
-    """What is read of a file, or of one that is not written yet: `GGUFFile` says more."""
-
-    path: Path
-    metadata: dict[str, Any]
-
-    def names(self) -> list[str]: ...
-    def info(self, name: str) -> TensorInfo: ...
-    def read(self, name: str) -> np.ndarray: ...
 
 
 class GGUFFile:

@@ -18,24 +18,24 @@ from typing import Any
 import numpy as np
 
 from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
-from rooflax.loading.gguf_changes import Shape
 from rooflax.loading.gguf_metadata import (
-    LISTS_MERGES,
     HeaderOnly,
-    Metadata,
     architecture_metadata,
     check_metadata,
     otherwise,
     rope_tensors,
     sampling_metadata,
+    written_spec,
 )
 from rooflax.loading.gguf_quantize import NARROWER, RECIPES, quantize_blocks, recipe_type
 from rooflax.loading.gguf_vocabulary import vocabulary_metadata
 from rooflax.loading.gguf_weights import Entry, stored_names, tensor_entries
 from rooflax.loading.model_info import ModelInfo
 from rooflax.loading.packed import is_packed
-from rooflax.loading.pooling import GGUF_DENSE, gguf_pooling_metadata
+from rooflax.loading.pooling import gguf_pooling_metadata
 from rooflax.loading.safetensors import TensorInfo
+from rooflax.models.gguf import GGUF_DENSE, Metadata
+from rooflax.models.gguf_changes import Shape
 from rooflax.models.registry import family
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.storage import TABLES, Storage, is_head, is_matmul
@@ -141,7 +141,7 @@ def _header(
         tokenizer,
         config.vocab_size,
         defaults.eos_token_ids,
-        lists_merges=raw["model_type"] in LISTS_MERGES,
+        lists_merges=written_spec(raw["model_type"]).lists_merges,
     )
     metadata = architecture_metadata(config, raw) | {
         "general.type": "model",

@@ -20,7 +20,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from rooflax.errors import CheckpointError, UnsupportedModelError
-from rooflax.loading.gguf import Header
+from rooflax.models.gguf import Header
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 MAX_PIECE = 1000

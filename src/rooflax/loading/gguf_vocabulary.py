@@ -16,7 +16,7 @@ from typing import Any
 
 from rooflax.errors import UnsupportedModelError
 from rooflax.loading.gguf_config import end_texts
-from rooflax.loading.gguf_metadata import HeaderOnly, Metadata
+from rooflax.loading.gguf_metadata import HeaderOnly
 from rooflax.loading.gguf_tokenizer import (
     BYTE,
     CONTROL,
@@ -33,6 +33,7 @@ from rooflax.loading.gguf_tokenizer import (
     read_gguf_tokenizer,
 )
 from rooflax.loading.tokenizer import Tokenizer
+from rooflax.models.gguf import Metadata
 
 SPACE = "▁"
 PREFIX = "tokenizer.ggml."

@@ -1,7 +1,7 @@
 """A GGUF file's tensors under the names and in the layouts of a Hugging Face checkpoint.
 
-llama.cpp's converter renames tensors and changes some (`gguf_changes`). Each entry here names the
-stored tensors of a checkpoint's and their change; reading and writing take the same entries.
+llama.cpp's converter renames tensors and changes some (models/gguf_changes.py); families declare
+both (`GGUFSpec.tensors`). Reading and writing take the same entries.
 
 It knows nothing of devices; how blocks become numbers is `gguf_blocks`' matter.
 
@@ -27,30 +27,13 @@ from rooflax.loading.gguf_blocks import (
     format_for,
     is_plain,
 )
-from rooflax.loading.gguf_changes import (
-    KEEP,
-    Change,
-    Decay,
-    Halves,
-    HeadKinds,
-    HeadStacks,
-    Interleaved,
-    InterleavedBias,
-    Kernel,
-    LessOne,
-    Permuted,
-    Row,
-    Tiled,
-    Transposed,
-    moves_groups,
-)
-from rooflax.loading.gguf_config import LONGROPE_FACTORS, ROPE_FACTORS, WITHOUT_ROPE
-from rooflax.loading.pooling import GGUF_DENSE
 from rooflax.loading.prequantized import beside, output_order
 from rooflax.loading.safetensors import TensorInfo
+from rooflax.models.gguf import GGUF_DENSE, LONGROPE_FACTORS, ROPE_FACTORS, GGUFSpec
+from rooflax.models.gguf_changes import KEEP, Change, LessOne, Permuted, moves_groups
+from rooflax.models.gguf_names import TENSORS
+from rooflax.models.registry import gguf_families
 from rooflax.nn.decoder import Decoder
-from rooflax.nn.latent import LatentAttention
-from rooflax.nn.recurrent import GatedDelta
 from rooflax.nn.storage import Part, is_matmul, matmul_shape, parts_of
 from rooflax.nn.weights import HeadPart, Slot
 from rooflax.ops import accelerator
@@ -72,10 +55,6 @@ class Entry:
     expert: int | None = None
 
 
-Table = dict[str, tuple[tuple[str, ...], Change]]
-"""By a checkpoint's name the stored tensors and their change; {i} is a layer, {e} an expert."""
-
-
 class GGUFWeights:
     """The interface of a checkpoint folder over a GGUF file.
 
@@ -90,7 +69,7 @@ class GGUFWeights:
         self.entries = tensor_entries(name, config, present)
         self.entries = {n: e for n, e in self.entries.items() if set(e.stored) <= present}
         used = {stored for entry in self.entries.values() for stored in entry.stored}
-        if name not in WITHOUT_ROPE:
+        if not config.learned_positions:
             used |= {ROPE_FACTORS, *LONGROPE_FACTORS.values()}
         if not config.is_causal:
             used |= {f"{dense}.weight" for dense in GGUF_DENSE}  # `gguf_pooling` reads them
@@ -310,10 +289,6 @@ def stored_names(slot: Slot, entry: Entry) -> tuple[str, ...]:
     return entry.stored
 
 
-PERMUTED = (
-    "llama", "smollm3", "mixtral", "granite", "granitemoehybrid", "mistral", "ministral3",
-)  # fmt: skip
-"""Families whose q and k rows the converter permutes, in layers without RoPE too."""
 MOST_FURTHER = 64
 """Layers that predict further tokens."""
 
@@ -324,253 +299,25 @@ def tensor_entries(family: str, config: Decoder, present: Collection[str] = ()) 
     Args:
         present: the file's tensors, where there is one.
     """
-    table = _OTHERS.get(family, _LAYERS | _DENSE)
-    delta = next((x.attention for x in config.layers if isinstance(x.attention, GatedDelta)), None)
-    if delta is not None:
-        table = _less_one(table) | _delta(delta)
-    if isinstance(config.attention, LatentAttention) and f"{_KV_B}.weight" not in present:
-        part = config.attention
-        stacks = HeadStacks(part.num_heads, (part.nope_dim, part.value_dim))
-        table = table | {f"{_ATTN}.kv_b_proj.weight": (_K_B_AND_V_B, stacks)}
-    found = {}
-    for hf, (stored, change) in table.items():
-        for layer in range(config.num_layers) if "{i}" in hf else [0]:
-            names = tuple(s.replace("{i}", str(layer)) for s in stored)
-            name = hf.replace("{i}", str(layer))
-            if config.moe is None or "{e}" not in name:
-                found[name] = Entry(names, change)
-                continue
-            for expert in range(config.moe.num_experts):
-                found[name.replace("{e}", str(expert))] = Entry(names, change, expert)
-    if family in PERMUTED:
-        for layer in range(config.num_layers):
-            for part, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
-                for end in ("weight", "bias"):
-                    hf = f"model.layers.{layer}.self_attn.{part}_proj.{end}"
-                    found[hf] = Entry(found[hf].stored, Permuted(heads))
-    return found
+    spec = gguf_families()[family]
+    own = spec.tensors(config, present) if callable(spec.tensors) else spec.tensors
+    table, entries = TENSORS | own, dict[str, Entry]()
+    for slot in config.slots():
+        for hf, name in zip(slot.line.names, slot.hf_names, strict=True):
+            expert = re.search(r"\.experts\.(\d+)\.", hf)
+            key = hf.replace(f".experts.{expert[1]}.", ".experts.{e}.") if expert else hf
+            if key in table:
+                stored, change = table[key]
+                change = _of_family(key, spec, config) if change is KEEP else change
+                names = tuple(one.replace("{i}", str(slot.layer)) for one in stored)
+                entries[name] = Entry(names, change, int(expert[1]) if expert else None)
+    return entries
 
 
-def _renamed(*pairs: tuple[str, str]) -> Table:
-    """Weights and biases that only change their name."""
-    return {
-        f"{name}.{end}": ((f"{stored}.{end}",), KEEP)
-        for name, stored in pairs
-        for end in ("weight", "bias")
-    }
-
-
-_ATTN, _MLP = "model.layers.{i}.self_attn", "model.layers.{i}.mlp"
-_LAYERS = _renamed(
-    ("model.embed_tokens", "token_embd"),
-    ("model.norm", "output_norm"),
-    ("lm_head", "output"),
-    ("model.layers.{i}.input_layernorm", "blk.{i}.attn_norm"),
-    (f"{_ATTN}.q_proj", "blk.{i}.attn_q"),
-    (f"{_ATTN}.k_proj", "blk.{i}.attn_k"),
-    (f"{_ATTN}.v_proj", "blk.{i}.attn_v"),
-    (f"{_ATTN}.o_proj", "blk.{i}.attn_output"),
-    (f"{_ATTN}.q_norm", "blk.{i}.attn_q_norm"),
-    (f"{_ATTN}.k_norm", "blk.{i}.attn_k_norm"),
-)
-_FUSED = _renamed(
-    ("model.layers.{i}.post_attention_layernorm", "blk.{i}.ffn_norm"),
-    ("model.layers.{i}.post_self_attn_layernorm", "blk.{i}.post_attention_norm"),
-    ("model.layers.{i}.post_mlp_layernorm", "blk.{i}.post_ffw_norm"),
-    (f"{_MLP}.gate_up_proj", "blk.{i}.ffn_up"),
-    (f"{_MLP}.down_proj", "blk.{i}.ffn_down"),
-)
-_DENSE = _renamed(
-    ("model.layers.{i}.post_attention_layernorm", "blk.{i}.ffn_norm"),
-    (f"{_MLP}.gate_proj", "blk.{i}.ffn_gate"),
-    (f"{_MLP}.up_proj", "blk.{i}.ffn_up"),
-    (f"{_MLP}.down_proj", "blk.{i}.ffn_down"),
-)
-_POST_NORM = _renamed(
-    ("model.layers.{i}.post_attention_layernorm", "blk.{i}.post_attention_norm"),
-)
-_SANDWICH = _POST_NORM | _renamed(
-    ("model.layers.{i}.pre_feedforward_layernorm", "blk.{i}.ffn_norm"),
-    ("model.layers.{i}.post_feedforward_layernorm", "blk.{i}.post_ffw_norm"),
-)
-
-
-def _less_one(table: Table) -> Table:
-    """A table whose norms the converter adds one to."""
-    return {
-        name: (stored, LessOne() if "norm.weight" in name else change)
-        for name, (stored, change) in table.items()
-    }
-
-
-_SPARSE = "model.layers.{i}.block_sparse_moe"
-
-
-def _experts(router: str, expert: str, gate: str, up: str, down: str) -> Table:
-    """A router, and experts whose tensors are parts of stacks."""
-    parts = ((gate, "gate"), (up, "up"), (down, "down"))
-    return _renamed((f"{router}.gate", "blk.{i}.ffn_gate_inp")) | {
-        f"{expert}.{part}.weight": ((f"blk.{{i}}.ffn_{stored}_exps.weight",), KEEP)
-        for part, stored in parts
-    }
-
-
-def _shared(name: str) -> Table:
-    """The shared expert."""
-    parts = ("gate", "up", "down")
-    return _renamed(*((f"{_MLP}.{name}.{p}_proj", f"blk.{{i}}.ffn_{p}_shexp") for p in parts))
-
-
-_GATE, _UP, _DOWN = (f"blk.{{i}}.ffn_{part}_exps" for part in ("gate", "up", "down"))
-_GPT_OSS = _renamed((f"{_MLP}.router", "blk.{i}.ffn_gate_inp")) | {
-    f"{_ATTN}.sinks": (("blk.{i}.attn_sinks.weight",), KEEP),
-    f"{_MLP}.experts.gate_up_proj": ((f"{_GATE}.weight", f"{_UP}.weight"), Interleaved()),
-    f"{_MLP}.experts.gate_up_proj_bias": ((f"{_GATE}.bias", f"{_UP}.bias"), InterleavedBias()),
-    f"{_MLP}.experts.down_proj": ((f"{_DOWN}.weight",), Transposed()),
-    f"{_MLP}.experts.down_proj_bias": ((f"{_DOWN}.bias",), KEEP),
-}
-_H = "transformer.h.{i}"
-_PRODUCTS = {
-    f"{_H}.attn.c_attn": "blk.{i}.attn_qkv",
-    f"{_H}.attn.c_proj": "blk.{i}.attn_output",
-    f"{_H}.mlp.c_fc": "blk.{i}.ffn_up",
-    f"{_H}.mlp.c_proj": "blk.{i}.ffn_down",
-}
-_GPT2 = _renamed(
-    ("transformer.wte", "token_embd"),
-    ("transformer.wpe", "position_embd"),
-    ("transformer.ln_f", "output_norm"),
-    ("lm_head", "output"),
-    (f"{_H}.ln_1", "blk.{i}.attn_norm"),
-    (f"{_H}.ln_2", "blk.{i}.ffn_norm"),
-    *_PRODUCTS.items(),
-) | {f"{name}.weight": ((f"{stored}.weight",), Transposed()) for name, stored in _PRODUCTS.items()}
-
-_DELTA = "model.layers.{i}.linear_attn"
-
-
-def _delta(part: GatedDelta) -> Table:
-    """The gated delta rule; Qwen 3.5's files have value heads in an order of their own."""
-    values = part.group * part.value_dim
-    if part.fused:
-        kinds = (part.key_dim, part.key_dim, values, values)
-        order = {"qkvz": HeadKinds(part.num_heads, kinds)}
-        stored = {"qkvz": ("attn_qkv.weight", "attn_gate.weight"), "ba": ("ssm_ba.weight",)}
-        heads, kernel, out = KEEP, Kernel(), KEEP
-    else:
-        size, keys = (part.num_heads, part.group), 2 * part.num_heads * part.key_dim
-        heads, out = Tiled(*size), Tiled(*size, part.value_dim, is_columns=True)
-        rows = Tiled(*size, part.value_dim, keys)
-        order = {"qkv": rows, "z": Tiled(*size, part.value_dim), "b": heads, "a": heads}
-        names = {"qkv": "attn_qkv", "z": "attn_gate", "b": "ssm_beta", "a": "ssm_alpha"}
-        stored = {name: (f"{gguf}.weight",) for name, gguf in names.items()}
-        kernel = Kernel(rows)
-    found = {
-        f"in_proj_{name}.weight": (names, order.get(name, KEEP)) for name, names in stored.items()
-    } | {
-        "conv1d.weight": (("ssm_conv1d.weight",), kernel),
-        "A_log": (("ssm_a",), Decay(heads)),
-        "dt_bias": (("ssm_dt.bias",), heads),
-        "norm.weight": (("ssm_norm.weight",), KEEP),
-        "out_proj.weight": (("ssm_out.weight",), out),
-    }
-    return {
-        f"{_DELTA}.{name}": (tuple(f"blk.{{i}}.{one}" for one in names), change)
-        for name, (names, change) in found.items()
-    }
-
-
-_FEED, _CONV = "model.layers.{i}.feed_forward", "model.layers.{i}.conv"
-_LFM2 = _renamed(
-    ("model.embed_tokens", "token_embd"),
-    ("model.embedding_norm", "token_embd_norm"),
-    ("lm_head", "output"),
-    ("model.layers.{i}.operator_norm", "blk.{i}.attn_norm"),
-    ("model.layers.{i}.ffn_norm", "blk.{i}.ffn_norm"),
-    *((f"{_ATTN}.{part}_proj", f"blk.{{i}}.attn_{part}") for part in "qkv"),
-    *((f"{_ATTN}.{part}_layernorm", f"blk.{{i}}.attn_{part}_norm") for part in "qk"),
-    (f"{_ATTN}.out_proj", "blk.{i}.attn_output"),
-    (f"{_FEED}.w1", "blk.{i}.ffn_gate"),
-    (f"{_FEED}.w3", "blk.{i}.ffn_up"),
-    (f"{_FEED}.w2", "blk.{i}.ffn_down"),
-    (f"{_CONV}.in_proj", "blk.{i}.shortconv.in_proj"),
-    (f"{_CONV}.out_proj", "blk.{i}.shortconv.out_proj"),
-) | {f"{_CONV}.conv.weight": (("blk.{i}.shortconv.conv.weight",), Kernel())}
-_QWEN3_EXPERTS = _experts(_MLP, f"{_MLP}.experts.{{e}}", "gate_proj", "up_proj", "down_proj")
-_GATED_SHARED = _shared("shared_expert") | {
-    f"{_MLP}.shared_expert_gate.weight": (("blk.{i}.ffn_gate_inp_shexp.weight",), Row())
-}
-_STACKED = _renamed((f"{_MLP}.gate", "blk.{i}.ffn_gate_inp")) | {
-    f"{_MLP}.experts.gate_up_proj": ((f"{_GATE}.weight", f"{_UP}.weight"), Halves()),
-    f"{_MLP}.experts.down_proj": ((f"{_DOWN}.weight",), KEEP),
-}
-_SHARED_MLP = "model.layers.{i}.shared_mlp"
-_GRANITE4 = _renamed(("model.layers.{i}.post_attention_layernorm", "blk.{i}.ffn_norm")) | {
-    f"{_SHARED_MLP}.input_linear.weight": (
-        ("blk.{i}.ffn_gate.weight", "blk.{i}.ffn_up.weight"), Halves(),
-    ),
-    f"{_SHARED_MLP}.output_linear.weight": (("blk.{i}.ffn_down.weight",), KEEP),
-}  # fmt: skip
-_SIGMOID_EXPERTS = _QWEN3_EXPERTS | _shared("shared_experts") | {
-    f"{_MLP}.gate.e_score_correction_bias": (("blk.{i}.exp_probs_b.bias",), KEEP)
-}  # fmt: skip
-_KV_B, _K_B_AND_V_B = "blk.0.attn_kv_b", ("blk.{i}.attn_k_b.weight", "blk.{i}.attn_v_b.weight")
-_DEEPSEEK = _SIGMOID_EXPERTS | _renamed(
-    (f"{_ATTN}.q_a_proj", "blk.{i}.attn_q_a"),
-    (f"{_ATTN}.q_a_layernorm", "blk.{i}.attn_q_a_norm"),
-    (f"{_ATTN}.q_b_proj", "blk.{i}.attn_q_b"),
-    (f"{_ATTN}.kv_a_proj_with_mqa", "blk.{i}.attn_kv_a_mqa"),
-    (f"{_ATTN}.kv_a_layernorm", "blk.{i}.attn_kv_a_norm"),
-    (f"{_ATTN}.kv_b_proj", "blk.{i}.attn_kv_b"),
-)
-_HUNYUAN = {"q": "query", "k": "key"}
-_LAYER = "model.layers.{i}"
-_GEMMA4 = _renamed(
-    ("model.embed_tokens_per_layer", "per_layer_token_embd"),
-    ("model.per_layer_model_projection", "per_layer_model_proj"),
-    ("model.per_layer_projection_norm", "per_layer_proj_norm"),
-    (f"{_LAYER}.per_layer_input_gate", "blk.{i}.inp_gate"),
-    (f"{_LAYER}.per_layer_projection", "blk.{i}.proj"),
-    (f"{_LAYER}.post_per_layer_input_norm", "blk.{i}.post_norm"),
-    (f"{_LAYER}.pre_feedforward_layernorm_2", "blk.{i}.pre_ffw_norm_2"),
-    (f"{_LAYER}.post_feedforward_layernorm_1", "blk.{i}.post_ffw_norm_1"),
-    (f"{_LAYER}.post_feedforward_layernorm_2", "blk.{i}.post_ffw_norm_2"),
-    (f"{_LAYER}.router.proj", "blk.{i}.ffn_gate_inp"),
-) | {
-    f"{_LAYER}.{name}": ((f"blk.{{i}}.{stored}",), KEEP)
-    for name, stored in {
-        "layer_scalar": "layer_output_scale.weight",
-        "router.scale": "ffn_gate_inp.scale",
-        "router.per_expert_scale": "ffn_down_exps.scale",
-        "experts.gate_up_proj": "ffn_gate_up_exps.weight",
-        "experts.down_proj": "ffn_down_exps.weight",
-    }.items()
-}
-_OTHERS = {
-    "gpt2": _GPT2,
-    "hunyuan_v1_dense": {
-        re.sub(r"\.(q|k)_norm\.", lambda m: f".{_HUNYUAN[m[1]]}_layernorm.", name): entry
-        for name, entry in (_LAYERS | _DENSE).items()
-    },
-    "exaone4": _LAYERS | _DENSE | _SANDWICH,
-    "glm4": _LAYERS | _FUSED,
-    "phi3": _LAYERS | _FUSED | _renamed((f"{_ATTN}.qkv_proj", "blk.{i}.attn_qkv")),
-    "gpt_oss": _LAYERS | _POST_NORM | _GPT_OSS,
-    "seed_oss": _LAYERS | _DENSE | _POST_NORM,
-    "gemma3_text": _less_one(_LAYERS | _DENSE | _SANDWICH),
-    "gemma4_text": _LAYERS | _DENSE | _SANDWICH | _GEMMA4,
-    "olmo2": _LAYERS | _DENSE | _SANDWICH,
-    "olmo3": _LAYERS | _DENSE | _SANDWICH,
-    "granitemoehybrid": _LAYERS | _GRANITE4,
-    "lfm2": _LFM2,
-    "qwen3_moe": _LAYERS | _DENSE | _QWEN3_EXPERTS,
-    "qwen2_moe": _LAYERS | _DENSE | _QWEN3_EXPERTS | _GATED_SHARED,
-    "qwen3_next": _LAYERS | _DENSE | _POST_NORM | _QWEN3_EXPERTS | _GATED_SHARED,
-    "qwen3_5_text": _LAYERS | _DENSE | _POST_NORM,
-    "qwen3_5_moe_text": _LAYERS | _POST_NORM | _STACKED | _GATED_SHARED,
-    "glm4_moe": _LAYERS | _DENSE | _POST_NORM | _SIGMOID_EXPERTS,
-    "deepseek_v2": _LAYERS | _DENSE | _DEEPSEEK,
-    "deepseek_v3": _LAYERS | _DENSE | _DEEPSEEK,
-    "mixtral": _LAYERS | _DENSE | _experts(_SPARSE, f"{_SPARSE}.experts.{{e}}", "w1", "w3", "w2"),
-}
-"""Tables of the families whose tensors are not those of LLaMA."""
+def _of_family(name: str, spec: GGUFSpec, config: Decoder) -> Change:
+    """Change of a tensor by a rule of the whole family."""
+    heads = {"q": config.num_heads, "k": config.num_kv_heads}
+    if spec.permuted and (part := re.search(r"self_attn\.([qk])_proj\.", name)):
+        return Permuted(heads[part[1]])
+    is_norm = name.endswith("norm.weight") and ".linear_attn." not in name
+    return LessOne() if spec.adds_one and is_norm else KEEP

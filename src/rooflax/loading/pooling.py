@@ -24,6 +24,7 @@ from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_blocks import dequantize, is_plain
 from rooflax.loading.json_files import read_file, read_json_object
 from rooflax.loading.safetensors import TensorToWrite
+from rooflax.models.gguf import GGUF_DENSE, GGUF_POOLING
 from rooflax.nn.pooler import Pooler
 
 KINDS = {
@@ -49,12 +50,8 @@ MODULES = "sentence_transformers.models"
 SCORES = "sentence_transformers.cross_encoder.modules.logit_score"
 TRANSFORMER = "sentence_bert_config.json"
 """Settings of the first module."""
-GGUF_DENSE = ("dense_2", "dense_3")
-"""Matrices of layers behind the pooling in GGUF files, in their order."""
 GGUF_WITH_DENSE = ("gemma-embedding",)
 """Architectures of which llama.cpp has such."""
-GGUF_POOLING = {1: "mean", 3: "last"}
-"""Of llama.cpp's `pooling_type`; 0 is none, 2 the first token's, 4 a rank."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from typing import Any
 
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec
+from rooflax.models.gguf_names import COMMON, WINDOW
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.parts import Layer
 from rooflax.nn.wiring import NormKind, Wiring
@@ -23,6 +25,15 @@ STATED = {
     "order_of_interleaved_layers": "local_attn_first",
 }  # fmt: skip
 """Keys of files that transformers does not read, and what it computes."""
+GGUF = GGUFSpec(
+    "cohere2", square=True, tied=True, required=("logit_scale", "attention.sliding_window"),
+    keys=COMMON | {"attention.layer_norm_epsilon": "layer_norm_eps"} | WINDOW
+    | {"logit_scale": "logit_scale"},
+)  # fmt: skip
+TINY = common.tiny(
+    "head_dim", "rms_norm_eps", sliding_window=7, num_hidden_layers=4, hidden_size=60,
+    layer_norm_eps=1e-5, tie_word_embeddings=True, logit_scale=0.5,
+)  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -22,6 +22,22 @@ MOST_DIMENSIONS = 2**16
 """Of a head; their order in a checkpoint is listed."""
 
 
+def tiny(*without: str, **changes: Any) -> dict[str, Any]:
+    """config.json of a family's tiny test checkpoint, all of whose sizes differ: a small LLaMA's.
+
+    Args:
+        without: keys that the family does not have.
+        changes: the family's own.
+    """
+    raw = {
+        "vocab_size": 263, "hidden_size": 54, "intermediate_size": 104, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20,
+        "max_position_embeddings": 131, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+        "tie_word_embeddings": False, "rope_theta": 1000.0,
+    }  # fmt: skip
+    return {key: value for key, value in raw.items() if key not in without} | changes
+
+
 def read_attention(
     reader: ConfigReader,
     *,

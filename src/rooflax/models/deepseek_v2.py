@@ -8,6 +8,7 @@ Source: transformers, models/deepseek_v2/modeling_deepseek_v2.py; DeepSeek-AI, D
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rooflax.models import latent
@@ -21,6 +22,18 @@ DEFAULTS = {
     "routed_scaling_factor": 1.0,
 }  # fmt: skip
 METHODS = ("greedy", "group_limited_greedy")
+GGUF = replace(
+    latent.GGUF,
+    read=lambda reader, raw: (
+        latent.read_gguf(reader, raw) | ({"topk_method": METHODS[1]} if raw["n_group"] != 1 else {})
+    ),
+)
+TINY = latent.TINY | {
+    "rope_scaling": {
+        "type": "yarn", "factor": 8.0, "original_max_position_embeddings": 12,
+        "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.9,
+    },
+}  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -15,6 +15,7 @@ from typing import Any
 from rooflax.errors import CheckpointError
 from rooflax.models import latent
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import ToldBy
 from rooflax.models.glm4_moe import read_further
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.latent import LatentAttention
@@ -24,6 +25,18 @@ DEFAULTS = {
     "num_hidden_layers": 61, "num_attention_heads": 128, "first_k_dense_replace": 3,
     "n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048,
     "routed_scaling_factor": 2.5, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
+}  # fmt: skip
+
+GGUF = replace(
+    latent.GGUF, told_by=ToldBy("deepseek2", "expert_gating_func", lambda gate: gate == 2)
+)
+TINY = latent.TINY | {
+    "q_lora_rank": 28, "n_group": 3, "topk_group": 2, "attention_bias": True,
+    "first_k_dense_replace": 0,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 12,
+        "mscale": 1.0, "mscale_all_dim": 1.0,
+    },
 }  # fmt: skip
 
 

@@ -9,7 +9,11 @@ from typing import Any
 
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec
 from rooflax.nn.decoder import Decoder
+
+GGUF = GGUFSpec("ernie4_5", biases={"use_bias": "attn_q"}, output_bias=True)
+TINY = common.tiny(tie_word_embeddings=True)
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -11,10 +11,26 @@ from typing import Any
 from rooflax.errors import CheckpointError
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec
+from rooflax.models.gguf_names import COMMON, POST_NORM, WINDOW
 from rooflax.models.mistral import read_window
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.parts import Layer
 from rooflax.nn.wiring import POST
+
+WINDOWED = 64
+"""Layers of the model that has windows, by which llama.cpp knows it."""
+GGUF = GGUFSpec(
+    "exaone4", keys=COMMON | WINDOW, biases={}, tensors=POST_NORM, square=True,
+    read=lambda reader, raw: reader.attention(raw) | {
+        "sliding_window": raw.get(
+            "sliding_window", 4096 if raw.get("num_hidden_layers") == WINDOWED else None
+        )
+    },
+    lacks=lambda decoder: f"with windows in {decoder.num_layers} layers (only {WINDOWED})"
+    if any(common.windows_of(decoder)) and decoder.num_layers != WINDOWED else None,
+)  # fmt: skip
+TINY = common.tiny(sliding_window=7, num_hidden_layers=4, sliding_window_pattern=2)
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

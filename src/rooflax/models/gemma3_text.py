@@ -13,6 +13,8 @@ from typing import Any
 
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec, MetadataReader, Raw, write_local_theta
+from rooflax.models.gguf_names import COMMON, POST_NORM, WINDOW
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.parts import Layer, Mlp
 from rooflax.nn.wiring import SANDWICH
@@ -23,6 +25,12 @@ DEFAULTS = {
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
 }  # fmt: skip
 """What files leave out where it is transformers' default."""
+TINY = common.tiny(
+    "hidden_act", num_hidden_layers=4, tie_word_embeddings=True, rms_norm_eps=1e-6,
+    hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=28, sliding_window=7,
+    sliding_window_pattern=3, rope_local_base_freq=100.0,
+    rope_scaling={"rope_type": "linear", "factor": 4.0},
+)  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
@@ -59,3 +67,25 @@ def config_to_hf(decoder: Decoder) -> dict[str, Any]:
         "hidden_activation": written.pop("hidden_act"),
         "query_pre_attn_scalar": (attention.scale or 1.0) ** -2,
     }
+
+
+def _read_gguf(reader: MetadataReader, raw: Raw) -> Raw:
+    """The scale of queries, which is not in the metadata; llama.cpp knows the 27B model by its 62
+    layers. Without a size no layer has a window."""
+    heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
+    stated: Raw = {"query_pre_attn_scalar": raw.get("head_dim", 256)}
+    if raw.get("num_hidden_layers") == 62 and heads and isinstance(hidden, int):
+        stated["query_pre_attn_scalar"] = hidden // heads
+    if reader.both_ways:
+        reader.check_dense()
+    elif not raw.get("sliding_window"):
+        stated["layer_types"] = ["full_attention"] * raw.get("num_hidden_layers", 0)
+    return stated | reader.attention(raw)
+
+
+GGUF = GGUFSpec(
+    "gemma3", both_ways="gemma-embedding", biases={},
+    keys=COMMON | WINDOW | {"rope.freq_base_swa": "rope_local_base_freq"},
+    read=_read_gguf, write=write_local_theta,
+    tensors=POST_NORM, adds_one=True,
+)  # fmt: skip

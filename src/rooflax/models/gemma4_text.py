@@ -10,6 +10,7 @@ Source: transformers, models/gemma4/modeling_gemma4.py and configuration_gemma4.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,9 @@ from typing import Any
 from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec, Metadata, MetadataReader, Raw, write_local_theta
+from rooflax.models.gguf_changes import KEEP
+from rooflax.models.gguf_names import COMMON, POST_NORM
 from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import Attention, Layer, Mlp, Moe
 from rooflax.nn.per_layer import PerLayer
@@ -45,6 +49,25 @@ EXPERTS = Names(
         (f"{LINE}.down", StoredAs(f"{LAYER}.experts.down_proj")),
     )
 )
+NAMED = {
+    "layer_scalar": "layer_output_scale.weight", "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
+}  # fmt: skip
+TINY = common.tiny(
+    "hidden_act", "rope_theta", hidden_size=56, hidden_activation="gelu_pytorch_tanh",
+    num_hidden_layers=4, tie_word_embeddings=True, num_key_value_heads=3, head_dim=16,
+    global_head_dim=24, sliding_window=7, num_global_key_value_heads=2, attention_k_eq_v=True,
+    hidden_size_per_layer_input=0, final_logit_softcapping=20.0,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    rope_parameters={
+        "full_attention": {
+            "rope_type": "proportional", "rope_theta": 1000.0, "partial_rotary_factor": 0.25,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+)  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
@@ -200,3 +223,99 @@ def config_to_hf(decoder: Decoder) -> dict[str, Any]:
         "top_k_experts": moe.experts_per_token if moe else None,
         "moe_intermediate_size": moe.width if moe else None,
     }
+
+
+def _read_gguf_layers(reader: MetadataReader) -> Raw:
+    """Reads what differs by layer."""
+    flags = reader.per_layer("attention.sliding_window_pattern")
+    heads = reader.per_layer("attention.head_count_kv")
+    widths = reader.per_layer("feed_forward_length")
+    named = [re.fullmatch(r"blk\.(\d+)\.attn_(k|v)\.weight", n) for n in reader.file.names()]
+    keys, values = ({m[1] for m in named if m and m[2] == part} for part in "kv")
+    raw: Raw = {
+        "attention_k_eq_v": bool(keys - values),
+        "enable_moe_block": bool(reader.get("expert_count", 0)),
+        "final_logit_softcapping": reader.get("final_logit_softcapping") or None,
+    }
+    if heads and flags:
+        by_kind = dict(zip(flags, heads, strict=False))
+        reader.check_layers("attention.head_count_kv", heads, [by_kind.get(f) for f in flags])
+        raw["num_key_value_heads"] = by_kind.get(True, heads[0])
+        raw["num_global_key_value_heads"] = by_kind.get(False, heads[-1])
+    if widths:
+        first, last, shared = widths[0], widths[-1], reader.get("attention.shared_kv_layers", 0)
+        own = len(widths) - shared if type(shared) is int else 0
+        wanted = [last if i >= own else first for i in range(len(widths))]
+        reader.check_layers("feed_forward_length", widths, wanted)
+        raw["intermediate_size"] = first
+        raw["use_double_wide_mlp"] = last != first
+    return raw
+
+
+def _read_gguf(reader: MetadataReader, raw: Raw) -> Raw:
+    """RoPE of layers without a window and with one, and the rows of their embeddings."""
+    for end, key in (("", "global_head_dim"), ("_swa", "head_dim")):
+        reader.expect(f"attention.value_length{end}", raw.get(key))
+        reader.expect(f"rope.dimension_count{end}", raw.get(key))
+    reader.expect("attention.causal", True)
+    theta, local = reader.get("rope.freq_base", 1e4), reader.get("rope.freq_base_swa", 1e4)
+    full = reader.recovered(raw.get("global_head_dim"), theta, "proportional")
+    ropes = {
+        "full_attention": full | {"rope_theta": theta},
+        "sliding_attention": {"rope_type": "default", "rope_theta": local},
+    }
+    return {"rope_parameters": ropes, "vocab_size_per_layer_input": raw.get("vocab_size")}
+
+
+def _write_gguf(decoder: Decoder, raw: Raw) -> Metadata:
+    """Heads of layers with a window, and wider networks of layers without keys of their own."""
+    size, width, windows = raw["head_dim"], raw["intermediate_size"], common.windows_of(decoder)
+    written = write_local_theta(decoder, raw) | {
+        "attention.value_length_swa": size, "rope.dimension_count_swa": size,
+        "final_logit_softcapping": raw["final_logit_softcapping"] or 0.0,  # absent is 30
+        "attention.head_count_kv": [
+            raw["num_global_key_value_heads" if window is None else "num_key_value_heads"]
+            for window in windows
+        ],
+    }  # fmt: skip
+    if raw["use_double_wide_mlp"]:
+        own = len(windows) - raw["num_kv_shared_layers"]
+        written["feed_forward_length"] = [
+            width if index < own else 2 * width for index in range(len(windows))
+        ]
+    return written
+
+
+def _lacks_sharing(decoder: Decoder) -> str | None:
+    """Of which layers llama.cpp takes keys and values otherwise."""
+    attentions = [layer.attention for layer in decoder.layers]
+    own = [attention.window is not None for attention in attentions if not attention.reuses_kv]
+    if not any(own):
+        return "without a window"
+    if len(own) < len(attentions) and own[-2:] != [True, False]:
+        return (
+            "whose last two layers with keys and values of their own are not one with a window "
+            "and then one without"
+        )
+    return None
+
+
+GGUF = GGUFSpec(
+    "gemma4", biases={}, required=("attention.sliding_window",), lists_merges=True,
+    keys={key: hf for key, hf in COMMON.items() if key != "rope.freq_base"} | {
+        "attention.key_length": "global_head_dim",
+        "attention.key_length_swa": "head_dim",
+        "attention.sliding_window": "sliding_window",
+        "attention.shared_kv_layers": "num_kv_shared_layers",
+        "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+        "expert_count": "num_experts",
+        "expert_used_count": "top_k_experts",
+        "expert_feed_forward_length": "moe_intermediate_size",
+    },
+    layers=_read_gguf_layers,
+    read=_read_gguf,
+    write=_write_gguf,
+    lacks=_lacks_sharing,
+    tensors=POST_NORM
+    | {f"{LAYER}.{hf}": ((f"blk.{{i}}.{stored}",), KEEP) for hf, stored in NAMED.items()},
+)  # fmt: skip

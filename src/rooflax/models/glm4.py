@@ -12,6 +12,7 @@ from typing import Any
 
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec
 from rooflax.models.phi3 import GATE_UP
 from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.weights import StoredAs
@@ -26,6 +27,8 @@ NAMES = Names(
         ("layers.{i}.mlp.post_norm", StoredAs(f"{LAYER}.post_mlp_layernorm.weight")),
     )
 )
+GGUF = GGUFSpec("glm4", partial=True)
+TINY = common.tiny(attention_bias=True, head_dim=24, pad_token_id=0)
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

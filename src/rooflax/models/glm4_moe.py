@@ -14,6 +14,9 @@ from typing import Any
 
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec, MetadataReader, Raw
+from rooflax.models.gguf_changes import KEEP
+from rooflax.models.gguf_names import COMMON, POST_NORM
 from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import MLP, Layer, Mlp, Moe
 from rooflax.nn.weights import StoredAs
@@ -23,6 +26,24 @@ BOTH = (f"{SHARED}.gate_proj.weight", f"{SHARED}.up_proj.weight")
 NAMES = Names(
     ((f"{KEY}gate_up", StoredAs(BOTH)), (f"{KEY}down", StoredAs(f"{SHARED}.down_proj.weight")))
 )
+KEYS = {
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_weights_scale": "routed_scaling_factor",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "nextn_predict_layers": "num_nextn_predict_layers",
+}
+CHOICE_BIAS = {
+    f"{MLP}.gate.e_score_correction_bias": (("blk.{i}.exp_probs_b.bias",), KEEP)
+}  # fmt: skip
+TINY = common.tiny(
+    head_dim=24, hidden_size=56, n_routed_experts=5, num_experts_per_tok=3,
+    moe_intermediate_size=32, n_shared_experts=2, routed_scaling_factor=1.5, attention_bias=True,
+    use_qk_norm=True, first_k_dense_replace=1, tie_word_embeddings=True,
+)  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
@@ -66,3 +87,18 @@ def config_to_hf(decoder: Decoder) -> dict[str, Any]:
         "num_nextn_predict_layers": decoder.names.further,
         "attention_bias": attention.qkv_bias, "use_qk_norm": attention.qk_norm is not None,
     } | common.rotary_share(decoder)  # fmt: skip
+
+
+def _read_gguf(reader: MetadataReader, raw: Raw) -> Raw:
+    reader.expect("expert_gating_func", 2)  # sigmoids
+    for key in ("expert_group_count", "expert_group_used_count"):
+        reader.expect(key, 1)
+    count = reader.count_without(raw.get("num_nextn_predict_layers", 0), raw)
+    has_norms = "blk.0.attn_q_norm.weight" in reader.file.names()
+    return count | {"use_qk_norm": has_norms} | reader.attention(raw)
+
+
+GGUF = GGUFSpec(
+    "glm4moe", keys=COMMON | KEYS, partial=True, tensors=POST_NORM | CHOICE_BIAS,
+    read=_read_gguf,
+)  # fmt: skip

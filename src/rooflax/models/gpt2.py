@@ -12,6 +12,8 @@ from typing import Any
 
 from rooflax.errors import CheckpointError
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec
+from rooflax.models.gguf_changes import Transposed
 from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import Attention, Layer, Mlp
 from rooflax.nn.weights import Conv1D, Flat, StoredAs, Swapped, TensorLayout
@@ -43,6 +45,29 @@ NAMES = Names(
         *_pair("layers.{i}.mlp.down", "h.{i}.mlp.c_proj", Conv1D(), Flat()),
     )
 )
+PRODUCTS = {
+    "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output", "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+}  # fmt: skip
+_H = "transformer.h.{i}"
+GGUF = GGUFSpec(
+    "gpt2", biases={}, output_bias=True, mlp_bias=True, read=lambda reader, raw: {},
+    keys={
+        "context_length": "n_positions",
+        "embedding_length": "n_embd",
+        "block_count": "n_layer",
+        "feed_forward_length": "n_inner",
+        "attention.head_count": "n_head",
+        "attention.layer_norm_epsilon": "layer_norm_epsilon",
+        "vocab_size": "vocab_size",
+    },
+    tensors={f"{_H}.{hf}.weight": ((f"blk.{{i}}.{stored}.weight",), Transposed())
+       for hf, stored in PRODUCTS.items()},
+)  # fmt: skip
+TINY = {
+    "vocab_size": 263, "n_positions": 131, "n_embd": 44, "n_inner": 104, "n_layer": 3, "n_head": 4,
+    "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new",
+}  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -18,13 +18,17 @@ from rooflax.models.common import (
     read_biases,
     read_decoder,
     read_experts,
+    tiny,
     windowed_types,
     windows_of,
     write_decoder,
 )
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec
+from rooflax.models.gguf_changes import KEEP, Interleaved, InterleavedBias, Transposed
+from rooflax.models.gguf_names import COMMON, DOWN, GATE, POST_NORM, UP, WINDOW
 from rooflax.nn.decoder import Decoder, Names
-from rooflax.nn.parts import MLP, Layer, Moe
+from rooflax.nn.parts import ATTENTION, MLP, Layer, Moe
 from rooflax.nn.rope import Rope, RopeScaling
 from rooflax.nn.weights import Linear, StoredAs, Swapped, TensorLayout
 from rooflax.nn.wiring import NormKind
@@ -46,6 +50,14 @@ NAMES = Names(
         )
     )
 )
+TINY = tiny(
+    hidden_size=64, intermediate_size=32, num_hidden_layers=4, num_local_experts=5,
+    num_experts_per_tok=3, sliding_window=7, attention_bias=True, rope_theta=150.0,
+    rope_scaling={
+        "rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "truncate": False, "original_max_position_embeddings": 12,
+    },
+)  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
@@ -97,3 +109,28 @@ def config_to_hf(decoder: Decoder) -> dict[str, Any]:
         "swiglu_limit": moe.activation.limit,
         "attention_bias": decoder.layers[0].attention.qkv_bias,
     }
+
+
+def _untruncated(raw: dict[str, Any]) -> dict[str, Any]:
+    """YaRN of every checkpoint, which the metadata cannot say."""
+    if raw["rope_scaling"]["rope_type"] == "yarn":
+        raw["rope_scaling"]["truncate"] = False
+    return raw
+
+
+GGUF = GGUFSpec(
+    "gpt-oss", tied=False, output_bias=True, mlp_bias=True,
+    keys=COMMON | {
+        "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "intermediate_size",
+    } | WINDOW,
+    required=("attention.sliding_window",),
+    read=lambda reader, raw: _untruncated(reader.attention(raw)),
+    tensors=POST_NORM | {
+        f"{ATTENTION}.sinks": (("blk.{i}.attn_sinks.weight",), KEEP),
+        f"{MLP}.experts.gate_up_proj": ((f"{GATE}.weight", f"{UP}.weight"), Interleaved()),
+        f"{MLP}.experts.gate_up_proj_bias": ((f"{GATE}.bias", f"{UP}.bias"), InterleavedBias()),
+        f"{MLP}.experts.down_proj": ((f"{DOWN}.weight",), Transposed()),
+        f"{MLP}.experts.down_proj_bias": ((f"{DOWN}.bias",), KEEP),
+    },
+)  # fmt: skip

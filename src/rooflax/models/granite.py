@@ -10,9 +10,26 @@ from typing import Any
 
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec
+from rooflax.models.gguf_names import BIASES, COMMON
 from rooflax.models.llama import write_biases
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.wiring import Wiring
+
+SCALES = {
+    "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+}  # fmt: skip
+WAIVED = ("ssm.*", "expert_shared_feed_forward_length")
+"""Keys of layers that are not there."""
+GGUF = GGUFSpec(
+    "granite", keys=COMMON | SCALES, required=("logit_scale",), biases=BIASES, waived=WAIVED,
+    permuted=True, output_bias=True, mlp_bias=True,
+)  # fmt: skip
+TINY = common.tiny(
+    "head_dim", hidden_size=60, attention_multiplier=0.4, embedding_multiplier=3.0,
+    residual_multiplier=0.7, logits_scaling=1.6,
+)  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

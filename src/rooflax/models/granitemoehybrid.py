@@ -14,6 +14,9 @@ from typing import Any
 from rooflax.errors import UnsupportedModelError
 from rooflax.models import common, granite
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec, ToldBy
+from rooflax.models.gguf_changes import Halves
+from rooflax.models.gguf_names import COMMON
 from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import Mlp
 from rooflax.nn.weights import StoredAs
@@ -25,6 +28,24 @@ NAMES = Names(
         ("layers.{i}.mlp.down", StoredAs(f"{SHARED}.output_linear.weight")),
     )
 )
+GGUF = GGUFSpec(
+    "granite", told_by=ToldBy("granite", "rope.scaling.finetuned", lambda value: value is False),
+    keys=COMMON | granite.SCALES | {"feed_forward_length": "shared_intermediate_size"},
+    stated={"num_local_experts": 0, "position_embedding_type": None}, waived=granite.WAIVED,
+    read=lambda reader, raw: reader.attention(raw)
+    | {"layer_types": ["attention"] * raw.get("num_hidden_layers", 0)},
+    tensors={
+        f"{SHARED}.input_linear.weight": (
+            ("blk.{i}.ffn_gate.weight", "blk.{i}.ffn_up.weight"), Halves(),
+        ),
+    },
+    permuted=True, output_bias=True,
+)  # fmt: skip
+TINY = granite.TINY | {
+    "num_local_experts": 0, "shared_intermediate_size": 104, "intermediate_size": 20,
+    "layer_types": ["attention"] * 3, "position_embedding_type": "rope", "mamba_n_heads": 4,
+    "mamba_d_head": 30, "pad_token_id": 0,
+}  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

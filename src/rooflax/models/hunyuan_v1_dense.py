@@ -13,6 +13,7 @@ from typing import Any
 from rooflax.errors import CheckpointError
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec
 from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import ATTENTION
 from rooflax.nn.rope import MOST, Rope
@@ -28,6 +29,12 @@ STATED = {
 }  # fmt: skip
 SKIPPED_KEYS = ("cla_*", "class_num", "dense_list", "pool_type", "org_vocab_size", "*_id")
 """Keys of shared K/V and of a classifier's head, which `STATED` excludes, and tokens."""
+GGUF = GGUFSpec("hunyuan-dense", waived=("rope.scaling.original_context_length",))
+"""The scaling of RoPE is in theta."""
+TINY = common.tiny(
+    rope_theta=100.0, pad_token_id=0,
+    rope_scaling={"type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32},
+)  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -14,6 +14,9 @@ from typing import Any
 from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec, MetadataReader, Raw
+from rooflax.models.gguf_changes import Kernel
+from rooflax.models.gguf_names import COMMON
 from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import ATTENTION, Layer, Mlp
 from rooflax.nn.recurrent import ShortConv
@@ -40,6 +43,11 @@ SKIPPED_KEYS = (
     "*sequence_parallel_norm_across_tp",
 )  # fmt: skip
 """Of training, or said twice."""
+TINY = common.tiny(
+    "head_dim", "rms_norm_eps", "hidden_act", "tie_word_embeddings", hidden_size=60,
+    num_hidden_layers=5, norm_eps=1e-5, block_multiple_of=8,
+    layer_types=["conv", "conv", "full_attention", "conv", "full_attention"],
+)  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
@@ -103,3 +111,24 @@ def config_to_hf(decoder: Decoder) -> dict[str, Any]:
         "conv_bias": bool(convs) and convs[0].bias,
         "layer_types": [KINDS[isinstance(x.attention, ShortConv)] for x in decoder.layers],
     }
+
+
+def _read_heads(reader: MetadataReader) -> Raw:
+    """K/V heads of each layer, of which one with a convolution has none."""
+    heads = reader.per_layer("attention.head_count_kv")
+    types = {"layer_types": [KINDS[not count] for count in heads]} if heads is not None else {}
+    return reader.kv_heads(or_none=True) | types
+
+
+GGUF = GGUFSpec(
+    "lfm2", biases={}, stated={"block_auto_adjust_ff_dim": False}, square=True,
+    keys=COMMON
+    | {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"},
+    layers=_read_heads,
+    write=lambda decoder, raw: {
+        "attention.head_count_kv": [
+            0 if kind == "conv" else decoder.num_kv_heads for kind in raw["layer_types"]
+        ],
+    },
+    tensors={"model.layers.{i}.conv.conv.weight": (("blk.{i}.shortconv.conv.weight",), Kernel())},
+)  # fmt: skip

@@ -12,8 +12,13 @@ from typing import Any
 
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec
+from rooflax.models.gguf_names import BIASES
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.parts import Mlp
+
+GGUF = GGUFSpec("llama", biases=BIASES, permuted=True, output_bias=True, mlp_bias=True)
+TINY = common.tiny(rope_theta=500.0, rope_scaling=None)
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

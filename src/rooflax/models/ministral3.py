@@ -12,6 +12,7 @@ from typing import Any
 
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec
 from rooflax.models.mistral import read_window
 from rooflax.nn.decoder import Decoder
 
@@ -21,6 +22,15 @@ ROPE = {
     "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
 """What transformers assumes where config.json says nothing of RoPE."""
+GGUF = GGUFSpec("mistral3", biases={}, scales_queries=True, permuted=True, output_bias=True)
+TINY = common.tiny(
+    "rope_theta",
+    rope_parameters={
+        "type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "original_max_position_embeddings": 10, "max_position_embeddings": 131, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.25,
+    },
+)  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -11,7 +11,14 @@ from typing import Any
 
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec, ToldBy
 from rooflax.nn.decoder import Decoder
+
+GGUF = GGUFSpec(
+    "llama", told_by=ToldBy("mistral3", "attention.temperature_scale", lambda value: not value),
+    biases={}, stated={"sliding_window": None}, permuted=True, output_bias=True,
+)  # fmt: skip
+TINY = common.tiny(sliding_window=7)
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

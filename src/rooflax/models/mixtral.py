@@ -10,6 +10,8 @@ from typing import Any
 
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec, ToldBy
+from rooflax.models.gguf_names import COMMON
 from rooflax.models.mistral import read_window
 from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import Layer, Moe
@@ -17,6 +19,14 @@ from rooflax.nn.weights import Linear, Parallel, PerExpert, StoredAs
 from rooflax.ops.activation import ACTIVATIONS
 
 STORED = "model.layers.{i}.block_sparse_moe"
+GGUF = GGUFSpec(
+    "llama", told_by=ToldBy("llama", "expert_count", bool), biases={},
+    keys=COMMON | {
+        "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
+    },
+    permuted=True, output_bias=True,
+)  # fmt: skip
+TINY = common.tiny(num_local_experts=5, num_experts_per_tok=2, intermediate_size=32, hidden_size=56)
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

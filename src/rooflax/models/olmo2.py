@@ -10,8 +10,13 @@ from typing import Any
 
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec
+from rooflax.models.gguf_names import POST_NORM
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.wiring import POST
+
+GGUF = GGUFSpec("olmo2", tensors=POST_NORM, square=True, tied=False)
+TINY = common.tiny("head_dim", hidden_size=60)
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

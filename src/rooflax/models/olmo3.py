@@ -10,11 +10,24 @@ from typing import Any
 
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec, ToldBy
+from rooflax.models.gguf_names import COMMON, POST_NORM, WINDOW
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.parts import Layer
 from rooflax.nn.wiring import POST
 
 THETA = 500_000.0
+GGUF = GGUFSpec(
+    "olmo2", told_by=ToldBy("olmo2", "attention.sliding_window", bool), keys=COMMON | WINDOW,
+    tensors=POST_NORM, square=True, tied=False,
+)  # fmt: skip
+TINY = common.tiny(
+    "head_dim", hidden_size=60, sliding_window=7, num_hidden_layers=4, rope_theta=500_000.0,
+    rope_scaling={
+        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16,
+        "attention_factor": 1.2,
+    },
+)  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -15,6 +15,8 @@ from typing import Any
 from rooflax.errors import UnsupportedModelError
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec
+from rooflax.models.gguf_names import COMMON, WINDOW
 from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import ATTENTION, MLP
 from rooflax.nn.weights import StoredAs
@@ -23,6 +25,12 @@ GATE_UP = "layers.{i}.mlp.gate_up", StoredAs(f"{MLP}.gate_up_proj.weight")
 NAMES = Names((("layers.{i}.attn.qkv", StoredAs(f"{ATTENTION}.qkv_proj.weight")), GATE_UP))
 NO_BIASES = (("attention_bias", False), ("mlp_bias", False), ("lm_head_bias", False))
 """Files say so; transformers has none, whatever they say."""
+ORIGINAL = "original_max_position_embeddings"
+GGUF = GGUFSpec(
+    "phi3", keys=COMMON | WINDOW | {"rope.scaling.original_context_length": ORIGINAL}, biases={},
+    partial=True, square=True, ignores_window=True,
+)  # fmt: skip
+TINY = common.tiny("head_dim", hidden_size=60, pad_token_id=0, sliding_window=7)
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -9,8 +9,14 @@ from typing import Any
 
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec
 from rooflax.models.mistral import read_window
 from rooflax.nn.decoder import Decoder
+
+GGUF = GGUFSpec("qwen2", biases={}, square=True)
+TINY = common.tiny(
+    "head_dim", hidden_size=48, num_hidden_layers=4, num_key_value_heads=3, rms_norm_eps=1e-6
+)
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -9,12 +9,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from rooflax.models import common
+from rooflax.models import common, qwen3_moe
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec
+from rooflax.models.gguf_names import COMMON, EXPERTS, SHARED_EXPERT, SHARED_EXPERT_GATE
 from rooflax.models.qwen2 import write_windows
 from rooflax.models.sparse import read_mlps, read_sparse_layers, write_mlps
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.parts import Layer
+
+GGUF = GGUFSpec(
+    "qwen2moe", keys=COMMON | EXPERTS | SHARED_EXPERT, biases={"qkv_bias": "attn_q"},
+    tensors=SHARED_EXPERT_GATE, square=True, tied=False,
+)  # fmt: skip
+TINY = qwen3_moe.TINY | {"norm_topk_prob": False, "shared_expert_intermediate_size": 40}
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -10,8 +10,12 @@ from typing import Any
 
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec
 from rooflax.models.qwen2 import read_windows, write_windows
 from rooflax.nn.decoder import Decoder
+
+GGUF = GGUFSpec("qwen3")
+TINY = common.tiny(num_hidden_layers=4, rms_norm_eps=1e-6)
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -11,6 +11,8 @@ from typing import Any
 
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec
+from rooflax.models.gguf_names import COMMON, EXPERTS
 from rooflax.models.mistral import read_window
 from rooflax.models.sparse import read_mlps, read_sparse_layers, write_mlps
 from rooflax.nn.decoder import Decoder
@@ -18,6 +20,11 @@ from rooflax.nn.parts import Layer
 
 STATED = {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}
 """Keys of Qwen3-Coder's files that transformers does not read, and what it computes."""
+GGUF = GGUFSpec("qwen3moe", keys=COMMON | EXPERTS, stated={"norm_topk_prob": True})
+TINY = common.tiny(
+    num_experts=5, num_experts_per_tok=3, moe_intermediate_size=32, norm_topk_prob=True,
+    hidden_size=56, rms_norm_eps=1e-6,
+)  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -1,27 +1,22 @@
-"""From a config.json to a family and its config; nothing else knows the list of families."""
+"""From a config.json to a family and its config. A family is a file of this folder."""
 
 from __future__ import annotations
 
 import fnmatch
-import importlib
+import importlib.util
+import pkgutil
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
+from rooflax import models
 from rooflax.errors import MAX_MEANT, CheckpointError, RequestError, UnsupportedModelError
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec
 from rooflax.nn.decoder import Decoder
 
 PAGE = 'the page "Models that rooflax runs", docs/models.md'
 """Of the families, made of what this module knows; its title can be looked for."""
-FAMILIES = (
-    "gpt2", "llama", "qwen2", "qwen3", "smollm3", "gpt_oss", "mistral", "seed_oss", "qwen3_moe",
-    "mixtral", "gemma3_text", "gemma3", "granite", "mistral3",
-    "olmo2", "olmo3", "phi3", "glm4", "ernie4_5", "exaone4", "cohere2",
-    "ministral3", "hunyuan_v1_dense", "granitemoehybrid", "qwen2_moe", "glm4_moe", "lfm2",
-    "qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe",
-    "gemma4_text", "gemma4", "deepseek_v2", "deepseek_v3",
-    "bert", "roberta", "xlm-roberta", "distilbert", "mpnet", "nomic_bert", "modernbert",
-)  # fmt: skip
 READ_QUANTIZATION = (
     "rooflax", "mxfp4", "fp8", "awq", "gptq", "compressed-tensors", "fbgemm_fp8", "modelopt",
     "bitsandbytes", "mlx",
@@ -33,8 +28,9 @@ CHANGED_BY_MLX = ("qwen3_next", "qwen3_5", "gpt_oss", "lfm2")
 
 @runtime_checkable
 class Family(Protocol):
-    """What a family module offers; it may also name its tensors' prefixes, HF_PREFIXES, and
-    a pattern of those that it has no use for, SKIPPED."""
+    """What a family module offers; it may also name its tensors' prefixes, HF_PREFIXES, a pattern
+    of those that it has no use for, SKIPPED, a MODEL_TYPE other than its file's name, and declare
+    its GGUF files, GGUF, and its tiny test checkpoint, TINY."""
 
     def config_from_hf(self, reader: ConfigReader) -> Decoder:
         """The architecture that a config.json describes."""
@@ -45,14 +41,44 @@ class Family(Protocol):
         ...
 
 
+@cache
 def family(name: str) -> Family:
     """The module of a family, imported when first asked for."""
-    if name not in FAMILIES:
+    if (module := _module(name)) is None:
         raise UnsupportedModelError(
-            f"model_type {name!r:.80} is not one of the {len(FAMILIES)} that rooflax computes"
-            f"{nearest(name, FAMILIES)}."
+            f"model_type {name!r:.80} is not one of the {len(families())} that rooflax computes"
+            f"{nearest(name, families())}."
         )
-    return importlib.import_module(f"rooflax.models.{name.replace('-', '_')}")  # type: ignore[return-value]
+    return module
+
+
+def _module(name: str) -> Any:
+    """The file of that name in this folder, if it is a family's."""
+    path = f"{__package__}.{name.replace('-', '_')}"
+    if not name.replace("-", "_").isidentifier() or importlib.util.find_spec(path) is None:
+        return None
+    module = importlib.import_module(path)
+    return module if _model_type(module) == name else None
+
+
+def _model_type(module: Any) -> str | None:
+    stem = module.__name__.rpartition(".")[2]
+    return getattr(module, "MODEL_TYPE", stem) if hasattr(module, "config_from_hf") else None
+
+
+@cache
+def families() -> tuple[str, ...]:
+    """Every family's name; imports all files of this folder."""
+    stems = (info.name for info in pkgutil.iter_modules(models.__path__))
+    named = (_model_type(importlib.import_module(f"{__package__}.{stem}")) for stem in stems)
+    return tuple(name for name in named if name)
+
+
+@cache
+def gguf_families() -> dict[str, GGUFSpec]:
+    """Declarations of GGUF files, by the family that has some; imports every family."""
+    specs = ((name, getattr(family(name), "GGUF", None)) for name in families())
+    return {name: spec for name, spec in specs if spec}
 
 
 def nearest(name: object, known: Iterable[str]) -> str:

@@ -9,8 +9,15 @@ from typing import Any
 
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec
+from rooflax.models.gguf_names import BIASES, POST_NORM
 from rooflax.models.llama import write_biases
 from rooflax.nn.decoder import Decoder
+
+GGUF = GGUFSpec(
+    "seed_oss", biases=BIASES | {"attention_out_bias": "attn_output"}, tensors=POST_NORM
+)
+TINY = common.tiny(attention_bias=True, attention_out_bias=False, mlp_bias=False)
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -11,10 +11,18 @@ from typing import Any
 from rooflax.errors import CheckpointError
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec
+from rooflax.models.gguf_names import BIASES
 from rooflax.models.llama import write_biases
 from rooflax.models.qwen2 import write_windows
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.parts import Layer
+
+GGUF = GGUFSpec("smollm3", biases=BIASES, permuted=True)
+TINY = common.tiny(
+    "head_dim", hidden_size=60, num_hidden_layers=4, rms_norm_eps=1e-6, tie_word_embeddings=True,
+    pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

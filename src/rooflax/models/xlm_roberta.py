@@ -10,10 +10,11 @@ from typing import Any
 from rooflax.models import roberta
 from rooflax.nn.decoder import Decoder
 
+MODEL_TYPE = "xlm-roberta"
 HF_PREFIXES, SKIPPED, SCORE_HEAD = roberta.HF_PREFIXES, roberta.SKIPPED, roberta.SCORE_HEAD
 config_from_hf = roberta.config_from_hf
 
 
 def config_to_hf(decoder: Decoder) -> dict[str, Any]:
-    own = {"model_type": "xlm-roberta", "architectures": ["XLMRobertaModel"]}
+    own = {"model_type": MODEL_TYPE, "architectures": ["XLMRobertaModel"]}
     return roberta.config_to_hf(decoder) | own

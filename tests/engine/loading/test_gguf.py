@@ -12,9 +12,10 @@ from rooflax import LLM, SamplingParams, load, save
 from rooflax.cli.main import main
 from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_blocks import dequantize, is_plain
-from rooflax.loading.gguf_config import end_texts, llama3_scaling, proportional_scaling
+from rooflax.loading.gguf_config import end_texts
 from rooflax.loading.model_info import model_info
 from rooflax.loading.tokenizer import Tokenizer
+from rooflax.models.gguf import llama3_scaling, proportional_scaling
 from rooflax.nn.batch import Batch
 from rooflax.nn.rope import RopeScaling, inverse_frequencies
 from tests import gguf_cases, goldens

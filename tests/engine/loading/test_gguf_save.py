@@ -25,13 +25,12 @@ from rooflax.cli.main import main
 from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
 from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_blocks import dequantize
-from rooflax.loading.gguf_metadata import ARCHITECTURES
 from rooflax.loading.gguf_quantize import quantize_blocks, recipe_type
 from rooflax.loading.gguf_save import FILE_TYPES, save_gguf
 from rooflax.loading.gguf_weights import GGUFWeights
 from rooflax.loading.model_info import model_info
 from rooflax.loading.tokenizer import Tokenizer
-from rooflax.models.registry import family
+from rooflax.models.registry import family, gguf_families
 from rooflax.nn.decoder import Names
 from rooflax.nn.storage import is_head
 from tests import gguf_cases, goldens, tokenizer_cases
@@ -336,7 +335,7 @@ def test_a_tokenizer_that_llama_cpp_has_not_is_rejected(case, tmp_path):
 def test_a_family_of_which_no_files_are_written_is_rejected_by_name(
     checkpoint, tmp_path, monkeypatch
 ):
-    monkeypatch.delitem(ARCHITECTURES, "qwen3")
+    monkeypatch.delitem(gguf_families(), "qwen3")
     with pytest.raises(UnsupportedModelError, match="writes no GGUF files of qwen3, only"):
         save_gguf(model_info(checkpoint("qwen3")), tmp_path / "m.gguf", "F32")
 

@@ -25,39 +25,12 @@ from tests.marks import cases
 
 pytestmark = pytest.mark.oldest_jax
 
-FAMILIES = {
-    "gpt2": "gpt2",
-    "llama": "llama_gqa",
-    "qwen2": "qwen2_window",
-    "qwen3": "qwen3_window",
-    "smollm3": "smollm3_window",
-    "gpt_oss": "gpt_oss_short",
-    "mistral": "mistral",
-    "seed_oss": "seed_oss_bias",
-    "qwen3_moe": "qwen3_moe",
-    "mixtral": "mixtral_window",
-    "gemma3_text": "gemma3_text",
-    "granite": "granite",
-    "olmo2": "olmo2",
-    "olmo3": "olmo3",
-    "phi3": "phi3",
-    "qwen2_moe": "qwen2_moe",
-    "glm4_moe": "glm4_moe_plain",
-    "hunyuan_v1_dense": "hunyuan_v1_dense",
-    "granitemoehybrid": "granitemoehybrid",
-    "ministral3": "ministral3",
-    "exaone4": "exaone4",
-    "cohere2": "cohere2",
-    "glm4": "glm4",
-    "ernie4_5": "ernie4_5_bias",
-    "gemma4_text": "gemma4_text_moe",
-    "deepseek_v2": "deepseek_v2_groups",
-    "deepseek_v3": "deepseek_v3",
-    "lfm2": "lfm2_bias",
-    "qwen3_next": "qwen3_next",
-    "qwen3_5_text": "qwen3_5_text",
-    "qwen3_5_moe_text": "qwen3_5_moe_text",
-}
+FAMILIES = goldens.by_family(
+    qwen2="qwen2_window", qwen3="qwen3_window", smollm3="smollm3_window", gpt_oss="gpt_oss_short",
+    seed_oss="seed_oss_bias", mixtral="mixtral_window", glm4_moe="glm4_moe_plain",
+    ernie4_5="ernie4_5_bias", gemma4_text="gemma4_text_moe", deepseek_v2="deepseek_v2_groups",
+    lfm2="lfm2_bias",
+)  # fmt: skip
 
 KINDS = ("linear", "llama3", "yarn", "longrope", "proportional")
 YARN = RopeScaling("yarn", 4.0, 16)

@@ -24,22 +24,13 @@ from tests.marks import cases
 
 pytestmark = pytest.mark.oldest_jax
 
-FAMILIES = {
-    "gpt2": "gpt2", "llama": "llama_gqa", "qwen2": "qwen2_window", "qwen3": "qwen3",
-    "smollm3": "smollm3_window", "gpt_oss": "gpt_oss", "mistral": "mistral",
-    "seed_oss": "seed_oss_bias", "qwen3_moe": "qwen3_moe_dense",
-    "mixtral": "mixtral", "gemma3_text": "gemma3_text",
-    "granite": "granite", "olmo2": "olmo2",
-    "olmo3": "olmo3",
-    "ministral3": "ministral3", "exaone4": "exaone4", "cohere2": "cohere2_bias",
-    "hunyuan_v1_dense": "hunyuan_bias", "granitemoehybrid": "granitemoehybrid_nope",
-    "qwen2_moe": "qwen2_moe", "glm4_moe": "glm4_moe",
-    "phi3": "phi3_long",
-    "glm4": "glm4", "ernie4_5": "ernie4_5_bias",
-    "gemma4": "gemma4_text", "gemma4_moe": "gemma4_text_moe", "gemma4_shared": "gemma4_text_shared",
-    "deepseek_v2": "deepseek_v2_groups", "deepseek_v3": "deepseek_v3", "lfm2": "lfm2",
-    "qwen3_next": "qwen3_next", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
-}  # fmt: skip
+FAMILIES = goldens.by_family(
+    qwen2="qwen2_window", smollm3="smollm3_window", seed_oss="seed_oss_bias",
+    qwen3_moe="qwen3_moe_dense", cohere2="cohere2_bias", hunyuan_v1_dense="hunyuan_bias",
+    granitemoehybrid="granitemoehybrid_nope", phi3="phi3_long", ernie4_5="ernie4_5_bias",
+    deepseek_v2="deepseek_v2_groups", gemma4_moe="gemma4_text_moe",
+    gemma4_shared="gemma4_text_shared",
+)  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=goldens.NEW_TOKENS, ignore_eos=True)
 
 SWITCHES = {

@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 
 from rooflax import load
-from rooflax.models.registry import FAMILIES
 from rooflax.nn.storage import Storage, is_matmul
 from rooflax.ops.formats import formats_of, resolve_format
-from tests import encoder_cases, gguf_cases, goldens
-from tests.engine.engine.test_families import WRAPPERS
+from tests import gguf_cases, goldens
 from tests.engine.models.test_parity import full_logits
 from tests.marks import cases
 
@@ -35,15 +33,12 @@ BOUNDS = {
 }  # fmt: skip
 """Of the error of a token's logits as a share of their spread, the median over tokens; logits of
 another model have 1.4. A quarter above what was measured."""
-
-
-def test_every_family_has_bounds():
-    stated = {gguf_cases.family_config(name)["model_type"] for name in BOUNDS}
-    assert stated == set(FAMILIES) - set(WRAPPERS) - encoder_cases.FAMILIES
+LOOSEST = tuple(map(max, zip(*BOUNDS.values(), strict=True)))
+"""Of families without bounds of their own."""
 
 
 @pytest.mark.parametrize(
-    "name", cases(BOUNDS, default=["llama", "gpt_oss", "qwen3_5_moe", "deepseek_v3"])
+    "name", cases(gguf_cases.FAMILIES, default=["llama", "gpt_oss", "qwen3_5_moe", "deepseek_v3"])
 )
 def test_logits_err_no_more_than_stated(name, tmp_path):
     folder = gguf_cases.write_family(tmp_path / name, name)
@@ -59,5 +54,6 @@ def test_logits_err_no_more_than_stated(name, tmp_path):
         changed = np.asarray(full_logits(model, goldens.tokens()))
         errors = np.mean((changed - logits) ** 2, -1) / np.var(logits, -1)
         found.append(float(np.median(np.sqrt(errors))))
-    assert 0 < found[0] <= BOUNDS[name][0] and 0 < found[1] <= BOUNDS[name][1], found
+    most = BOUNDS.get(name, LOOSEST)
+    assert 0 < found[0] <= most[0] and 0 < found[1] <= most[1], found
     assert found[0] < found[1] / 3

@@ -7,7 +7,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from rooflax.models.registry import FAMILIES
+from rooflax.models.registry import families
 from tests.support.product.snippets import ROOT
 
 SOURCES = sorted((ROOT / "src" / "rooflax").rglob("*.py"))
@@ -39,7 +39,7 @@ def test_families_are_named_in_tables_alone() -> None:
         tokenizers = inside.name in ("gguf_tokenizer.py", "gguf_vocabulary.py")
         if inside.parts[0] not in ("ops", "nn", "engine", "loading"):
             continue
-        names = set(FAMILIES) - ({"gpt2", "llama"} if tokenizers else set())
+        names = set(families()) - ({"gpt2", "llama"} if tokenizers else set())
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                 texts = [n.value for n in ast.walk(function) if isinstance(n, ast.Constant)]

@@ -15,6 +15,8 @@ from rooflax.loading.model_info import model_info
 from rooflax.nn.batch import Batch
 from tests import goldens
 
+pytestmark = pytest.mark.oldest_jax
+
 VARIANT = "ministral3"
 BLOCK = [32, 16]
 

@@ -14,6 +14,8 @@ from rooflax.loading.plan import make_plan
 from rooflax.loading.save import save
 from tests.support.loading import vendor
 
+pytestmark = pytest.mark.oldest_jax
+
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
 

@@ -16,6 +16,8 @@ from tests import gguf_cases, goldens
 from tests.engine.models.test_parity import full_logits
 from tests.marks import cases
 
+pytestmark = pytest.mark.oldest_jax
+
 # name: (int8, int4)
 BOUNDS = {
     "gpt2": (0.07, 0.52), "llama": (0.10, 0.82), "llama_bias": (0.09, 0.65),

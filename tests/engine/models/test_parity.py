@@ -11,6 +11,7 @@ from rooflax import ExecutionOptions, SamplingParams, decode_step, new_cache, pr
 from rooflax.nn.batch import Batch
 from tests import goldens
 from tests.marks import cases
+from tests.support.models.programs import full_logits
 
 VARIANTS = [v for v in goldens.VARIANTS if v not in goldens.NOT_COMPARED]
 EACH = goldens.each(VARIANTS)
@@ -18,12 +19,6 @@ ONE_EACH = [
     v if v == goldens.VARIANTS[v]["model_type"] else p for v, p in zip(VARIANTS, EACH, strict=True)
 ]
 TOLERANCE = 1e-4
-
-
-@jax.jit
-def full_logits(model, tokens):
-    hidden, _ = model.forward(Batch.dense(tokens), None)
-    return model.logits(hidden)
 
 
 @pytest.mark.parametrize("variant", ONE_EACH)

@@ -27,7 +27,7 @@ BUILT_FROM = pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 # versions the tests compare with the committed golden logits.
 TORCH = $(shell $(BIN)/python -c "import sys; print('torch==2.13.0 transformers==5.23.0 sentence-transformers==6.2.0' if sys.version_info[:2] == (3, 11) else '')" 2>/dev/null)
 
-.PHONY: demo chat unit test coverage real nightly lint sanitize fuzz goldens docs gpu-compile clean
+.PHONY: demo chat unit test coverage real nightly lint style types layers sanitize fuzz goldens docs gpu-compile clean
 
 demo: $(VENV)/.installed
 	@printf '%s' "$$PROMPT"; $(BIN)/rooflax generate --prompt "$$PROMPT" --max-tokens 160 --seed 1
@@ -57,15 +57,21 @@ coverage: $(VENV)/.installed-test
 # Facts of published models, with the flags that users have.
 real: $(VENV)/.installed-test
 	$(BIN)/python -m tests.real.fetch
-	XLA_FLAGS= $(BIN)/python -m pytest -n 0 tests/real
+	XLA_FLAGS= $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --durations=10 tests/real
 
 nightly: lint sanitize
 	XLA_FLAGS= $(BIN)/python -m pytest --every-case tests/unit tests/engine tests/nightly
 
-lint: $(VENV)/.installed-test
+lint: style types layers
+
+style: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-test
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+layers: $(VENV)/.installed-test
 	$(BIN)/lint-imports --no-cache
 
 # The kernels' own test program under the sanitizers, and draws at their entries; skipped loudly

@@ -55,11 +55,27 @@ bool HasTiles() {
 
 namespace {
 
+#if defined(ROOFLAX_X86) && !defined(ROOFLAX_WITHOUT_TILES)
+const Kernels& WithTiles() {
+  static const Kernels kernels = [] {
+    Kernels made = avx512_far::kKernels;
+    made.name = "amx";
+    made.tiled = true;
+    made.split = amx::kTiles.split;
+    made.pairs = amx::kTiles.pairs;
+    made.unembed = amx::kTiles.unembed;
+    made.bytes = amx::kTiles.bytes;
+    return made;
+  }();
+  return kernels;
+}
+#endif
+
 // Null where this processor does not have it, or there is no such name.
 const Kernels* Find(const char* name) {
 #if defined(ROOFLAX_X86)
 #if !defined(ROOFLAX_WITHOUT_TILES)
-  if (std::strcmp(name, "amx") == 0) return HasTiles() ? &amx::kKernels : nullptr;
+  if (std::strcmp(name, "amx") == 0) return HasTiles() ? &WithTiles() : nullptr;
 #endif
   if (std::strcmp(name, "avx512-far") == 0) return HasAvx512() ? &avx512_far::kKernels : nullptr;
   if (std::strcmp(name, "avx512") == 0) return HasAvx512() ? &avx512::kKernels : nullptr;

@@ -16,17 +16,6 @@ constexpr int64_t kBlockInner = 4096 / kColumns, kBlockPanels = 256 / kColumns;
 constexpr int64_t kBlockRows = 512, kNearRows = 96;
 static_assert(kBlockInner % kGroup == 0 && kNearRows % kTile == 0);
 
-// Memory that begins at a multiple of a cache line, and grows as it has to.
-struct Lines {
-  std::vector<float> all;
-  float* Of(int64_t count) {
-    const auto size = static_cast<size_t>(count + kLanes);
-    if (all.size() < size) all.resize(size);
-    const auto at = reinterpret_cast<uintptr_t>(all.data()) / sizeof(float);
-    return all.data() + (kLanes - at % kLanes) % kLanes;
-  }
-};
-
 // A block of w, and sums of its panels and rows: of the parts that are done, and of the one under way.
 struct BlockMemory {
   Lines packed, done, current;

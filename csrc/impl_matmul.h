@@ -1,31 +1,5 @@
 // Matmuls with a matrix of float32 or bfloat16 as it is, [inner, outer]. Part of kernels_impl.h.
 
-// Writes `count` sums of a row from column n on.
-inline void Finish(const Output& out, int64_t row, int64_t n, int64_t count, const float* sums) {
-  const float* bias = out.bias ? out.bias + n : nullptr;
-  const int64_t at = row * out.outer + n;
-  if (out.halves) {
-    auto* y = static_cast<uint16_t*>(out.y) + at;
-    const auto* residual = out.residual ? static_cast<const uint16_t*>(out.residual) + at : nullptr;
-    return EachVector(count, [&](int64_t i, int64_t n) {
-      F16 total = LoadSome(sums + i, n);
-      if (bias) total += LoadSome(bias + i, n);
-      if (residual) total += LoadSome(residual + i, n);
-      StoreSome(y + i, ToBfloat16(total), n);
-    });
-  }
-  float* y = static_cast<float*>(out.y) + at;
-  const float* residual = out.residual ? static_cast<const float*>(out.residual) + at : nullptr;
-  if (bias && residual) {
-    for (int64_t i = 0; i < count; ++i) y[i] = sums[i] + bias[i] + residual[i];
-  } else if (bias || residual) {
-    const float* added = bias ? bias : residual;
-    for (int64_t i = 0; i < count; ++i) y[i] = sums[i] + added[i];
-  } else {
-    std::copy(sums, sums + count, y);
-  }
-}
-
 // What fits into registers.
 //   kDepth                 rows of w that few rows of x meet at a time
 //   kFewTile, kFewVectors  rows of x and vectors of columns that meet them together

@@ -3,26 +3,6 @@
 // With activations in bytes the products of a group are summed exactly; with activations in float32
 // the weights are widened, sixteen outputs at a time.
 
-// A function of its own, so that sums of whole panels stay in registers.
-[[gnu::noinline]] void FinishPartOfPanel(const Output& out, int64_t row, int64_t n, const F16& sums) {
-  float lane[kPanel];
-  Store(lane, sums);
-  Finish(out, row, n, out.outer - n, lane);
-}
-
-// Writes a panel's sums of a row, as far as the outputs go.
-inline void FinishPanel(const Output& out, int64_t row, int64_t panel, F16 sums) {
-  const int64_t n = panel * kPanel, at = row * out.outer + n;
-  if (n + kPanel > out.outer) return FinishPartOfPanel(out, row, n, sums);
-  if (out.bias) sums += Load<F16>(out.bias + n);
-  if (out.halves) {
-    if (out.residual) sums += LoadSome(static_cast<const uint16_t*>(out.residual) + at, kPanel);
-    return Store(static_cast<uint16_t*>(out.y) + at, ToBfloat16(sums));
-  }
-  if (out.residual) sums += Load<F16>(static_cast<const float*>(out.residual) + at);
-  Store(static_cast<float*>(out.y) + at, sums);
-}
-
 // The most rows of a tile, and of the matmuls that are made in one tile.
 #if defined(__AVX512F__)
 constexpr int64_t kTileRows = 12, kPanelRows = 8;

@@ -1,42 +1,6 @@
 // Rows on their way into a matmul: normalised, activated, rotated, rounded to bytes; and the largest of one.
 // Part of kernels_impl.h.
 
-// Runs each(i, lanes, count) over a row: whole vectors, then what is left with count < 16.
-template <typename Each>
-inline void EachVector(int64_t count, const Each& each) {
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) each(i, kLanes);
-  if (i < count) each(i, count - i);
-}
-
-ROOFLAX_INLINE F16 LoadPadded(const float* from, int64_t count, float padding) {
-  float lane[kLanes];
-  std::fill(std::copy(from, from + count, lane), lane + kLanes, padding);
-  return Load<F16>(lane);
-}
-
-ROOFLAX_INLINE F16 LoadSome(const float* from, int64_t count) {
-  return count == kLanes ? Load<F16>(from) : LoadPadded(from, count, 0.0f);
-}
-
-// Of bfloat16, as float32.
-ROOFLAX_INLINE F16 LoadSome(const uint16_t* from, int64_t count) {
-  uint16_t some[kLanes] = {};
-  if (count < kLanes) from = static_cast<const uint16_t*>(std::memcpy(some, from, static_cast<size_t>(2 * count)));
-  return As<F16>(LoadLanes(from) << 16);
-}
-
-ROOFLAX_INLINE void StoreSome(uint16_t* to, H16 values, int64_t count) {
-  std::memcpy(to, &values, static_cast<size_t>(2 * count));
-}
-
-ROOFLAX_INLINE void StoreSome(float* to, F16 values, int64_t count) {
-  if (count == kLanes) return Store(to, values);
-  float lane[kLanes];
-  Store(lane, values);
-  for (int64_t i = 0; i < count; ++i) to[i] = lane[i];
-}
-
 // ---- Norms ----
 
 void RmsNorm(const BeforeArgs& a, const float* x, float* out) {

@@ -233,7 +233,7 @@ void PairsByTerms(const MatmulArgs& a) {
 }
 
 void PairsByTiles(const MatmulArgs& a) {
-  if (a.terms == nullptr || a.inner == 0) return Pairs(a);
+  if (a.terms == nullptr || a.inner == 0) return avx512_far::kKernels.pairs(a);
   a.num_terms == 1 ? PairsByTerms<1>(a) : PairsByTerms<kMostTerms>(a);
 }
 
@@ -325,6 +325,6 @@ void TableByTiles(const MatmulArgs& a) {
 }
 
 void UnembedByTiles(const MatmulArgs& a) {
-  if (a.terms == nullptr || a.inner == 0) return Unembed(a);
+  if (a.terms == nullptr || a.inner == 0) return avx512_far::kKernels.unembed(a);
   a.num_terms == 1 ? TableByTiles<1>(a) : TableByTiles<kMostTerms>(a);
 }

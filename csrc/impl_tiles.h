@@ -323,12 +323,8 @@ void GroupsByTiles(const PackedArgs& a) {
   }
 }
 
-// Rows from which tiles are faster: fewer are read from memory no faster, and where groups have scales,
-// taking their sums out of the tiles costs as much as their products.
-constexpr int64_t kInt8From = 5, kGroupsFrom = 33;
-
 void BytesByTiles(const PackedArgs& a) {
-  if (a.rows < (a.code == Code::kInt8 ? kInt8From : kGroupsFrom)) return Bytes(a);
+  if (a.rows < (a.code == Code::kInt8 ? kInt8From : kGroupsFrom)) return avx512_far::kKernels.bytes(a);
   switch (a.code) {
     case Code::kInt8: return Int8ByTiles(a);
     case Code::kFp8: return;

@@ -271,7 +271,7 @@ struct DeltaArgs {
 struct Kernels {
   const char* name;
   int64_t tile_rows;  // see TileRows
-  int64_t tiled_from[kCodes];  // rows of a run from which it is multiplied by tiles of AMX, by their Code
+  bool tiled;  // whether runs of many rows are multiplied by tiles of AMX
   int32_t row_offset;  // what `quantize_row` adds to a byte
   int64_t short_row;  // bytes; rows of w below it are short for `matmul` and `matmul_part`
   void (*split)(const SplitArgs&);  // where matmuls with bfloat16 take terms, else null
@@ -310,8 +310,19 @@ struct Kernels {
   void (*delta)(const DeltaArgs&);
 };
 
+// What tiles of AMX do; for the rest there are the kernels of avx512_far, which is what such processors are.
+struct TileKernels {
+  void (*split)(const SplitArgs&);
+  void (*pairs)(const MatmulArgs&);
+  void (*unembed)(const MatmulArgs&);
+  void (*bytes)(const PackedArgs&);
+};
+
+// Rows of a run from which tiles are faster: fewer are read from memory no faster, and where groups have
+// scales, taking their sums out of the tiles costs as much as their products.
+constexpr int64_t kInt8From = 5, kGroupsFrom = 33;
 inline bool IsTiled(const Kernels& kernels, Code code, int64_t rows) {
-  return rows >= kernels.tiled_from[static_cast<int>(code)];
+  return kernels.tiled && rows >= (code == Code::kInt8 ? kInt8From : kGroupsFrom);
 }
 // The most rows of a tile of a run of so many.
 inline int64_t MostRows(const Kernels& kernels, Code code, int64_t rows) {
@@ -322,7 +333,7 @@ namespace generic { extern const Kernels kKernels; }
 namespace avx2 { extern const Kernels kKernels; }
 namespace avx512 { extern const Kernels kKernels; }
 namespace avx512_far { extern const Kernels kKernels; }
-namespace amx { extern const Kernels kKernels; }
+namespace amx { extern const TileKernels kTiles; }
 
 // Whether this processor has the tiles of AMX, and this process may use them.
 bool HasTiles();

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
 #include <vector>
 
 #include "kernels.h"
@@ -26,6 +25,14 @@ namespace {
 
 #include "impl_wide.h"
 #include "impl_vectors.h"
+#include "impl_output.h"
+#if defined(ROOFLAX_TILES)
+#include "impl_many.h"
+#include "impl_packed.h"
+#include "impl_blocks.h"
+#include "impl_tiles.h"
+#include "impl_tiled_matrix.h"
+#else
 #include "impl_rows.h"
 #include "impl_many.h"
 #include "impl_matmul.h"
@@ -33,39 +40,25 @@ namespace {
 #include "impl_packed.h"
 #include "impl_pairs.h"
 #include "impl_blocks.h"
-constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
-#if defined(ROOFLAX_TILES)
-#include "impl_tiles.h"
-#include "impl_tiled_matrix.h"
-#endif
+#include "impl_codes.h"
 #include "impl_attention.h"
 #include "impl_delta.h"
+#endif
 
 }  // namespace
 
 #if defined(ROOFLAX_TILES)
-#define ROOFLAX_TILED_FROM {kInt8From, kNever, kGroupsFrom, kGroupsFrom, kGroupsFrom, \
-                            kGroupsFrom, kGroupsFrom, kGroupsFrom, kGroupsFrom, kGroupsFrom, \
-                            kGroupsFrom, kGroupsFrom, kGroupsFrom, kGroupsFrom, kGroupsFrom}
-constexpr auto kBytes = BytesByTiles;
-constexpr auto kPairs = PairsByTiles, kUnembed = UnembedByTiles;
-constexpr void (*kSplit)(const SplitArgs&) = SplitTerms;
+const TileKernels kTiles = {SplitTerms, PairsByTiles, UnembedByTiles, BytesByTiles};
 #else
-#define ROOFLAX_TILED_FROM {kNever, kNever, kNever, kNever, kNever, \
-                            kNever, kNever, kNever, kNever, kNever, kNever, kNever, kNever, kNever, kNever}
-constexpr auto kBytes = Bytes;
-constexpr auto kPairs = Pairs, kUnembed = Unembed;
-constexpr void (*kSplit)(const SplitArgs&) = nullptr;
-#endif
-
-const Kernels kKernels = {ROOFLAX_ISA_NAME, kTileRows,   ROOFLAX_TILED_FROM, kRowOffset,
-                          kShortRow,        kSplit,      OrderInputs,        Matmul,
-                          MatmulPart,       AddParts,    kPairs,             kUnembed,
+const Kernels kKernels = {ROOFLAX_ISA_NAME, kTileRows,   false,              kRowOffset,
+                          kShortRow,        nullptr,     OrderInputs,        Matmul,
+                          MatmulPart,       AddParts,    Pairs,              Unembed,
                           RunBefore,        Rotate,      QuantizeRow,        QuantizeGroups,
-                          Narrow,           Widen,       kBytes,             Packed,
+                          Narrow,           Widen,       Bytes,              Packed,
                           Attend,
                           Argmax,           Above,       ExpTotal,           ExpEach,
                           SumsAbove,        Draw,        kColumnsAtOnce,     Delta};
+#endif
 
 }  // namespace ROOFLAX_ISA
 }  // namespace rooflax

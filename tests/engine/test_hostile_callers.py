@@ -22,6 +22,8 @@ from rooflax import (
 from rooflax.engine.engine import Engine
 from rooflax.structured import MAX_COMPILING
 
+pytestmark = pytest.mark.oldest_jax
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 

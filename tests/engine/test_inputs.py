@@ -9,6 +9,8 @@ from rooflax import LLM, AsyncLLM, RequestError, SamplingParams
 from rooflax.cli.main import parser_of, with_flags
 from rooflax.cli.parser import FIELDS
 
+pytestmark = pytest.mark.oldest_jax
+
 CHAT = [{"role": "user", "content": "abc"}]
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ tail }}"
 

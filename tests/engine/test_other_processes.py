@@ -15,6 +15,8 @@ from rooflax.loading.model_info import model_info
 from rooflax.loading.plan import make_plan
 from rooflax.nn.execution import ExecutionOptions
 
+pytestmark = pytest.mark.oldest_jax
+
 TINY, PROMPT = "preset:gpt2-tiny", [5, 6, 7]
 GREEDY = {"max_tokens": 4, "temperature": 0.0}
 

@@ -1,4 +1,4 @@
-"""Published models for tests/real, each opened once, and the table at their end."""
+"""Published models for tests/real, each opened by one process, and the table at their end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,13 @@ def opened(published: Published) -> Real:
     return Real(published)
 
 
-@pytest.fixture(scope="session", params=[SMOLLM2, GEMMA], ids=["smollm2", "gemma"])
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param(model, id=name, marks=pytest.mark.xdist_group(name))
+        for name, model in (("smollm2", SMOLLM2), ("gemma", GEMMA))
+    ],
+)
 def real(request: pytest.FixtureRequest) -> Real:
     return opened(request.param)
 
@@ -49,15 +55,15 @@ def smollm2() -> Real:
     return opened(SMOLLM2)
 
 
-_rows: list[tuple[str, str, str]] = []
-
-
 @pytest.fixture
-def note() -> Callable[[Real, str, str], None]:
+def note(record_property) -> Callable[[Real, str, str], None]:
     """Adds a row to the table that ends the run: a model, what was asked, what came."""
-    return lambda real, what, found: _rows.append((real.name, what, found))
+    return lambda real, what, found: record_property("row", (real.name, what, found))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for name, what, found in sorted(_rows, key=lambda row: row[0]):
+    reports = [report for some in terminalreporter.stats.values() for report in some]
+    reports = [report for report in reports if getattr(report, "when", None) == "call"]
+    rows = [row for report in reports for _, row in report.user_properties]
+    for name, what, found in sorted(rows, key=lambda row: row[0]):
         terminalreporter.write_line(f"{name:<30} {what:<34} {found}")

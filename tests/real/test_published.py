@@ -57,6 +57,7 @@ def test_a_fact(real, note):
     note(real, repr(prompt), repr(answer.text))
 
 
+@pytest.mark.xdist_group("smollm2")
 def test_chat_by_the_models_own_template(smollm2, note):
     question = [{"role": "user", "content": "What is the capital of Italy? Answer in one word."}]
     prompt = smollm2.llm.decode(smollm2.llm.encode_chat(question), skip_special_tokens=False)

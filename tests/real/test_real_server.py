@@ -10,6 +10,7 @@ import pytest
 from rooflax import AsyncLLM
 from tests.support.server.live import serving
 
+pytestmark = pytest.mark.xdist_group("smollm2")
 SCHEMA = {
     "type": "object",
     "properties": {

@@ -11,6 +11,8 @@ from rooflax.nn.storage import Storage
 from rooflax.ops.formats import KNOWN
 from tests.support.bench.samples import CEILING, trial
 
+pytestmark = pytest.mark.oldest_jax
+
 
 def test_a_format_that_rounds_has_the_ceiling_of_its_code():
     wanted = {

@@ -8,6 +8,8 @@ from rooflax import LLM
 from tests import encoder_cases as encoders
 from tests.encoder_cases import TEXTS
 
+pytestmark = pytest.mark.oldest_jax
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

@@ -9,6 +9,8 @@ from rooflax.cli.own_server import own_server, words_of
 from rooflax.errors import RequestError
 from rooflax.models.presets import CHAT_NAME
 
+pytestmark = pytest.mark.oldest_jax
+
 
 def status(url: str) -> int:
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)

@@ -17,8 +17,8 @@ from rooflax.nn.engine_config import EngineConfig
 from rooflax.nn.layout import STATE, STATE_GRID, num_snapshots
 from rooflax.train.loop import check_trainable
 from tests import goldens
-from tests.engine.models.test_parity import full_logits
 from tests.marks import cases
+from tests.support.models.programs import full_logits
 
 STATEFUL = ("lfm2", "qwen3_5_text")
 SPARSE = ("qwen3_next", "qwen3_5_moe_text")

@@ -11,6 +11,8 @@ from rooflax.loading.calibration import calibrate, gptq
 from rooflax.loading.plan import make_plan
 from rooflax.ops.weights import iq4, pack, quantize
 
+pytestmark = pytest.mark.oldest_jax
+
 TEXT = "def read(path):\n    with open(path) as file:\n        return file.read()\n\n\n" * 60
 
 

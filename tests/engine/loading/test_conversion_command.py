@@ -8,6 +8,8 @@ import pytest
 
 from rooflax.loading import safetensors as st
 
+pytestmark = pytest.mark.oldest_jax
+
 
 def test_conversion_command_works(tmp_path):
     torch = pytest.importorskip("torch")

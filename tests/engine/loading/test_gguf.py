@@ -16,11 +16,11 @@ from rooflax.loading.gguf_config import end_texts
 from rooflax.loading.model_info import model_info
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.models.gguf import llama3_scaling, proportional_scaling
-from rooflax.nn.batch import Batch
 from rooflax.nn.rope import RopeScaling, inverse_frequencies
 from tests import gguf_cases, goldens
 from tests.marks import cases
 from tests.support.loading.fixtures import TEXT
+from tests.support.models.programs import full_logits
 
 pytestmark = pytest.mark.oldest_jax
 
@@ -53,8 +53,7 @@ def original(tmp_path_factory):
 
 def logits(model, rows=2, seq=41):
     ids = np.random.RandomState(3).randint(0, model.config.vocab_size, (rows, seq))
-    hidden, _ = model.forward(Batch.dense(jnp.asarray(ids, jnp.int32)), None)
-    return np.asarray(model.logits(hidden))
+    return np.asarray(full_logits(model, jnp.asarray(ids, jnp.int32)))
 
 
 @pytest.mark.parametrize("name", cases(EXACT, nightly=["llama2", "llama3", "qwen2"]))

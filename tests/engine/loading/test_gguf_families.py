@@ -22,6 +22,8 @@ from rooflax.loading.model_info import model_info
 from rooflax.models.registry import read_config
 from tests import gguf_cases, goldens
 
+pytestmark = pytest.mark.oldest_jax
+
 FLOAT = gguf.GGUFValueType.FLOAT32
 CASES = {
     "seed_oss": "seed_oss_bias", "qwen3moe": "qwen3_moe", "llama": "mixtral",

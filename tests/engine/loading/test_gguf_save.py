@@ -36,6 +36,7 @@ from rooflax.nn.storage import is_head
 from tests import gguf_cases, goldens, tokenizer_cases
 from tests.marks import cases
 from tests.pooling_cases import NORMALIZE, SCORE, dense, pooling, write_dense, write_modules
+from tests.support.models.programs import numbers
 
 pytestmark = pytest.mark.oldest_jax
 
@@ -171,7 +172,7 @@ def test_blocks_keep_their_codes_in_our_order(name, checkpoint, tmp_path):
             (m.weights if slot.layer is None else m.weights["layers"][slot.layer])[slot.key]
             for m in (kept, plain)
         )
-        matrix, wanted = np.asarray(leaf.numbers()), np.asarray(wanted)
+        matrix, wanted = np.asarray(numbers(leaf)), np.asarray(wanted)
         matrix = matrix.T if is_head(slot, kept.config) else matrix
         np.testing.assert_array_equal(matrix.reshape(wanted.shape), wanted, err_msg=slot.name)
         found += 1

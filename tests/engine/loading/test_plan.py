@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from rooflax import LLM, AsyncLLM, ExecutionOptions, SamplingParams, load, save
+from rooflax.engine.engine import Engine
 from rooflax.errors import RequestError
 from rooflax.fields.declaration import declarations
 from rooflax.loading import plan as plans
@@ -239,6 +240,7 @@ def blocks_of(server):
 def test_a_server_has_the_blocks_that_were_planned(monkeypatch):
     """For all sequences, or for as many as half of the memory beside the weights holds."""
     name = "preset:gpt-oss-tiny"
+    monkeypatch.setattr(Engine, "warm_up_all", lambda self, report: [])  # not what is asked here
     whole = make_plan(name, **FEW).serving()
     assert blocks_of(AsyncLLM(name, **FEW)) == (whole.num_blocks, whole.memory.kv_cache)
     one = make_plan(name, max_num_seqs=1, max_model_len=64).serving()

@@ -14,20 +14,18 @@ from rooflax.loading.plan import make_plan
 from rooflax.loading.save import save
 from tests.support.loading import vendor
 
+pytestmark = pytest.mark.oldest_jax
+
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
 
 def words(codes, bits, order=None):
     """Codes [rows, n] as [rows, n * bits / 32], bit by bit."""
     rows, count = codes.shape
-    found = np.zeros((rows, count * bits // 32), np.int64)
-    for row in range(rows):
-        for i in range(count):
-            at = i if order is None else i // 8 * 8 + order.index(i % 8)
-            for bit in range(bits):
-                place = at * bits + bit
-                found[row, place // 32] |= (int(codes[row, i]) >> bit & 1) << place % 32
-    return found.astype(np.uint32).view(np.int32)
+    at = [i if order is None else i // 8 * 8 + order.index(i % 8) for i in range(count)]
+    found = np.zeros((rows, count, bits), np.uint8)
+    found[:, at] = codes[:, :, None] >> np.arange(bits) & 1
+    return np.packbits(found.reshape(rows, -1), axis=1, bitorder="little").view(np.int32)
 
 
 def quantized(module, tensors, numbers, method, *, bits=4, group=128, symmetric=False, order=None,

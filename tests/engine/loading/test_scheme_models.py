@@ -16,6 +16,8 @@ from rooflax.loading.model_info import model_info
 from rooflax.ops.weights.formats import NF4_VALUES
 from tests.support.loading import vendor
 
+pytestmark = pytest.mark.oldest_jax
+
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 E4M3 = ml_dtypes.float8_e4m3fn
 PLAIN = {"torch_dtype": "float32"}

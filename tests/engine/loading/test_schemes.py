@@ -21,6 +21,8 @@ from rooflax.loading.schemes import CodedWeights, read_scheme
 from rooflax.ops import accelerator
 from rooflax.ops.weights import class_of, pack
 
+pytestmark = pytest.mark.oldest_jax
+
 CASES = Path(__file__).parents[2] / "data" / "schemes"
 FORMATS = {
     "bitsandbytes_fp4": None,

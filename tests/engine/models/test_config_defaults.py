@@ -11,7 +11,7 @@ from rooflax.errors import RooflaxError
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.registry import family, read_config
 from tests import goldens
-from tests.engine.models.test_parity import TOLERANCE, full_logits
+from tests.engine.models.test_parity import TOLERANCE
 from tests.engine.models.test_text_parts import (
     GEMMA4,
     MINISTRAL3,
@@ -20,6 +20,7 @@ from tests.engine.models.test_text_parts import (
     QWEN3_5_MOE,
     WHOLE,
 )
+from tests.support.models.programs import full_logits
 
 pytestmark = pytest.mark.skipif(
     not goldens.HAVE_TORCH, reason="asks transformers, which is not installed"

@@ -13,8 +13,10 @@ from rooflax import load
 from rooflax.nn.storage import Storage, is_matmul
 from rooflax.ops.formats import formats_of, resolve_format
 from tests import gguf_cases, goldens
-from tests.engine.models.test_parity import full_logits
 from tests.marks import cases
+from tests.support.models.programs import full_logits
+
+pytestmark = pytest.mark.oldest_jax
 
 # name: (int8, int4)
 BOUNDS = {

@@ -12,6 +12,8 @@ from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
 from rooflax.models.registry import read_config
 from tests import goldens
 
+pytestmark = pytest.mark.oldest_jax
+
 TEXT = goldens.VARIANTS["gemma3_text"]
 WHOLE = {
     "model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"],

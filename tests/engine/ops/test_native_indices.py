@@ -21,7 +21,10 @@ from rooflax.ops.linear.args import LinearArgs
 from rooflax.ops.sampling import ARGMAX, SAMPLE, TokenCounts
 from rooflax.ops.weights import as_operand
 
-pytestmark = pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
+pytestmark = [
+    pytest.mark.skipif(not native.is_ready(), reason=native.status().reason),
+    pytest.mark.oldest_jax,
+]
 
 SOURCES = Path(__file__).parents[3] / "csrc"
 STRANGE = [-1, -(2**31), 2**31 - 1]

@@ -18,6 +18,8 @@ from tests.engine.test_embedding import TEXTS, add_modules
 from tests.pooling_cases import NORMALIZE, SCORE, pooling, write_modules
 from tests.support.server.live import serving
 
+pytestmark = pytest.mark.oldest_jax
+
 EMBED = {
     "input": ["x", [5, 6]], "dimensions": 5, "encoding_format": "float", "prompt_name": "query",
     "cache_salt": "s", "user": "u", "truncate_prompt_tokens": 20,

@@ -11,10 +11,13 @@ import struct
 import time
 
 import httpx
+import pytest
 
 from rooflax import AsyncLLM
 from rooflax.models.presets import CHAT_NAME
 from tests.support.server.live import Live, serving, wait_for
+
+pytestmark = pytest.mark.oldest_jax
 
 
 def asked(body: dict, path: str = "/v1/completions") -> bytes:

@@ -10,10 +10,10 @@ import numpy as np
 from rooflax import load
 from rooflax.loading.safetensors import TensorToWrite, dtype_name, write_safetensors
 from rooflax.models.registry import read_config
-from rooflax.nn.batch import Batch
 from rooflax.nn.storage import is_matmul
 from rooflax.ops.weights import Fused, packed_format, quantized_parts
 from tests import goldens
+from tests.support.models.programs import full_logits, numbers
 
 LLAMA = {
     "model_type": "llama", "vocab_size": goldens.VOCAB, "hidden_size": 128,
@@ -76,10 +76,6 @@ def leaves(model):
     }
 
 
-def logits(model):
-    return model.logits(model.forward(Batch.dense(jnp.arange(9)[None]), None)[0])
-
-
 def check(coded, plain, formats, *, runs=False):
     """A quantized folder has the numbers of the plain one, bit for bit: dequantized, and where its
     codes are kept.
@@ -95,17 +91,18 @@ def check(coded, plain, formats, *, runs=False):
     for slot, leaf in leaves(kept).items():
         if slot.layer is not None:
             seen[slot.key.rpartition(".")[2]] = packed_format(leaf)
-            numbers = numbers_of(leaf).reshape(wanted[slot].shape)
-            np.testing.assert_array_equal(numbers, wanted[slot], slot.name)
+            found = numbers_of(leaf).reshape(wanted[slot].shape)
+            np.testing.assert_array_equal(found, wanted[slot], slot.name)
     assert seen == formats
     if runs:
-        np.testing.assert_allclose(logits(kept), logits(theirs), rtol=0, atol=1e-4)
+        found, wanted = (full_logits(model, jnp.arange(9)[None]) for model in (kept, theirs))
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
 
 
 def numbers_of(leaf):
     """Of a plain array, or a weight of one format or several side by side."""
     if not isinstance(leaf, Fused):
-        return np.asarray(leaf.numbers() if hasattr(leaf, "numbers") else leaf, np.float32)
+        return np.asarray(numbers(leaf) if hasattr(leaf, "numbers") else leaf, np.float32)
     each = quantized_parts(leaf)
-    parts = [part.numbers().reshape(part.in_shape + part.out_shape) for part in each]
+    parts = [numbers(part).reshape(part.in_shape + part.out_shape) for part in each]
     return np.concatenate(parts, axis=len(leaf.in_shape) + leaf.axis)

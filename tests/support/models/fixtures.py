@@ -1,7 +1,7 @@
 """Tiny checkpoints on disk, each with what transformers says of it."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
@@ -28,17 +28,16 @@ class Case:
 
 
 @pytest.fixture(scope="session")
-def references():
-    """Reference by variant: from transformers where it is installed, else as committed."""
-    found = {}
+def live_references():
+    """Reference by variant: what transformers says now."""
+    return cache(goldens.live)
 
-    def get(variant):
-        if variant not in found:
-            make = goldens.live if goldens.HAVE_TORCH else goldens.committed
-            found[variant] = make(variant)
-        return found[variant]
 
-    return get
+@pytest.fixture(scope="session")
+def references(request, live_references):
+    """Reference by variant: as committed, or with --every-case from transformers if it is here."""
+    every = goldens.HAVE_TORCH and request.config.getoption("every_case")
+    return live_references if every else cache(goldens.committed)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """The main jobs in one process, as a user starts it; prints one JSON document.
 
-    python -m tests.matmul.as_users
+    python -m tests.support.product.as_users
 
 tests/conftest.py sets XLA flags that make programs quick to compile, and checks shapes; here is
 neither.

@@ -9,10 +9,10 @@ import random
 from pathlib import Path
 
 import jsonschema
+import numpy as np
 import pytest
 
-from rooflax import SamplingParams
-from rooflax.loading.incremental import spelled_bytes
+from rooflax import SamplingParams, structured
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.server.errors import ApiError
 from rooflax.server.formats import format_of, formats, with_calls
@@ -21,7 +21,7 @@ from rooflax.server.tools import tool_choice
 from rooflax.structured import Grammars
 from tests.support.loading.fixtures import byte_level
 from tests.support.loading.rendering import render
-from tests.unit.server.test_reader import cut, read
+from tests.unit.server.test_reader import cut, read, spelled_ids
 
 FORMATS = {each.name: each for each in formats()}
 MARKS = {
@@ -44,6 +44,12 @@ MARKS["deepseek_r1"] = MARKS["deepseek"]
 WITH_CALLS = sorted(name for name, each in FORMATS.items() if each.calls is not None)
 BOTH = [(name, is_special) for name in WITH_CALLS for is_special in (True, False)]
 BOTH.remove(("harmony", False))  # models of it have these tokens
+
+
+@pytest.fixture(autouse=True)
+def _compile_here_alone(monkeypatch):
+    """Not in a process of its own beforehand: these grammars are ours, and many."""
+    monkeypatch.setattr(structured, "_try_apart", lambda kind, texts: [""] * len(texts))
 
 
 @pytest.fixture(scope="module")
@@ -168,14 +174,17 @@ def constrained(tokenizer, grammar):
     return eos, grammars_of(tokenizer).constraint(params, frozenset([eos]))
 
 
+def allowed_by(constraint, size):
+    bits = np.unpackbits(np.asarray(constraint.mask).view(np.uint8), bitorder="little")
+    return bits[:size]
+
+
 def say_anything(tokenizer, grammar, rng, longest=600):
     """Tokens that a grammar lets through, drawn evenly; whether it came to its end."""
-    size = tokenizer.vocab_size
     eos, constraint = constrained(tokenizer, grammar)
     ids = []
     while not constraint.is_complete and len(ids) < longest:
-        mask = constraint.mask
-        allowed = [i for i in range(size) if mask[i // 32] >> (i % 32) & 1]
+        allowed = allowed_by(constraint, tokenizer.vocab_size).nonzero()[0].tolist()
         token = rng.choice(allowed)
         if token == eos or (eos in allowed and rng.random() < 0.5):
             return ids, True
@@ -316,17 +325,18 @@ def test_reasoning_may_stand_before_a_form_or_a_call(tokenizer_of, name):
 def lets_through(tokenizer, grammar, text):
     """Whether all of a text may be said, and may end there."""
     eos, constraint = constrained(tokenizer, grammar)
-    spelled, rest = spelled_bytes(tokenizer), text.encode()
+    special, ordinary = spelled_ids(tokenizer)
+    ids = ordinary | special
+    rest, longest = text.encode(), max(map(len, ids))
     while rest and not constraint.is_complete:
-        mask = constraint.mask
-        fit = [i for i, piece in enumerate(spelled) if piece and rest.startswith(piece)]
-        fit = [i for i in fit if mask[i // 32] >> (i % 32) & 1]
+        allowed = allowed_by(constraint, tokenizer.vocab_size)
+        pieces = [rest[:size] for size in range(min(longest, len(rest)), 0, -1)]
+        fit = [piece for piece in pieces if piece in ids and allowed[ids[piece]]]
         if not fit:
             return False
-        token = max(fit, key=lambda i: len(spelled[i]))
-        constraint.accept(token)
-        rest = rest[len(spelled[token]) :]
-    ends = constraint.is_complete or constraint.mask[eos // 32] >> (eos % 32) & 1
+        constraint.accept(ids[fit[0]])
+        rest = rest[len(fit[0]) :]
+    ends = constraint.is_complete or allowed_by(constraint, tokenizer.vocab_size)[eos]
     return not rest and bool(ends)
 
 

@@ -6,6 +6,7 @@ is transformers' parser of responses.
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import re
@@ -40,14 +41,20 @@ def of_kind(tmp_path_factory, llm):
     return lambda name: found[of_format.get(name, "qwen")]
 
 
+@functools.cache
+def spelled_ids(tokenizer):
+    """The first id of what is spelled: of special tokens, and of the others."""
+    special, ids = {}, {}
+    for number, piece in enumerate(spelled_bytes(tokenizer)):
+        if piece:
+            known = special if number in tokenizer.special_token_ids else ids
+            known.setdefault(piece, number)
+    return special, ids
+
+
 def cut(tokenizer, text, rng):
     """Ids that spell a text: random ones, or without `rng` the shortest; special ones are meant."""
-    spelled = spelled_bytes(tokenizer)
-    special = {spelled[i]: i for i in tokenizer.special_token_ids}
-    ids: dict[bytes, int] = {}
-    for number, piece in enumerate(spelled):
-        if piece and number not in tokenizer.special_token_ids:
-            ids.setdefault(piece, number)
+    special, ids = spelled_ids(tokenizer)
     data, found, at = text.encode(), [], 0
     while at < len(data):
         mark = next((m for m in special if data.startswith(m, at)), None)

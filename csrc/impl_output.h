@@ -1,0 +1,94 @@
+// Rows in vectors, where the sums of a matmul go, and memory for them. Part of kernels_impl.h.
+
+// Runs each(i, lanes, count) over a row: whole vectors, then what is left with count < 16.
+template <typename Each>
+inline void EachVector(int64_t count, const Each& each) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) each(i, kLanes);
+  if (i < count) each(i, count - i);
+}
+
+ROOFLAX_INLINE F16 LoadPadded(const float* from, int64_t count, float padding) {
+  float lane[kLanes];
+  std::fill(std::copy(from, from + count, lane), lane + kLanes, padding);
+  return Load<F16>(lane);
+}
+
+ROOFLAX_INLINE F16 LoadSome(const float* from, int64_t count) {
+  return count == kLanes ? Load<F16>(from) : LoadPadded(from, count, 0.0f);
+}
+
+// Of bfloat16, as float32.
+ROOFLAX_INLINE F16 LoadSome(const uint16_t* from, int64_t count) {
+  uint16_t some[kLanes] = {};
+  if (count < kLanes) from = static_cast<const uint16_t*>(std::memcpy(some, from, static_cast<size_t>(2 * count)));
+  return As<F16>(LoadLanes(from) << 16);
+}
+
+ROOFLAX_INLINE void StoreSome(uint16_t* to, H16 values, int64_t count) {
+  std::memcpy(to, &values, static_cast<size_t>(2 * count));
+}
+
+ROOFLAX_INLINE void StoreSome(float* to, F16 values, int64_t count) {
+  if (count == kLanes) return Store(to, values);
+  float lane[kLanes];
+  Store(lane, values);
+  for (int64_t i = 0; i < count; ++i) to[i] = lane[i];
+}
+
+// Memory that begins at a multiple of a cache line, and grows as it has to.
+struct Lines {
+  std::vector<float> all;
+  float* Of(int64_t count) {
+    const auto size = static_cast<size_t>(count + kLanes);
+    if (all.size() < size) all.resize(size);
+    const auto at = reinterpret_cast<uintptr_t>(all.data()) / sizeof(float);
+    return all.data() + (kLanes - at % kLanes) % kLanes;
+  }
+};
+
+// Writes `count` sums of a row from column n on.
+inline void Finish(const Output& out, int64_t row, int64_t n, int64_t count, const float* sums) {
+  const float* bias = out.bias ? out.bias + n : nullptr;
+  const int64_t at = row * out.outer + n;
+  if (out.halves) {
+    auto* y = static_cast<uint16_t*>(out.y) + at;
+    const auto* residual = out.residual ? static_cast<const uint16_t*>(out.residual) + at : nullptr;
+    return EachVector(count, [&](int64_t i, int64_t n) {
+      F16 total = LoadSome(sums + i, n);
+      if (bias) total += LoadSome(bias + i, n);
+      if (residual) total += LoadSome(residual + i, n);
+      StoreSome(y + i, ToBfloat16(total), n);
+    });
+  }
+  float* y = static_cast<float*>(out.y) + at;
+  const float* residual = out.residual ? static_cast<const float*>(out.residual) + at : nullptr;
+  if (bias && residual) {
+    for (int64_t i = 0; i < count; ++i) y[i] = sums[i] + bias[i] + residual[i];
+  } else if (bias || residual) {
+    const float* added = bias ? bias : residual;
+    for (int64_t i = 0; i < count; ++i) y[i] = sums[i] + added[i];
+  } else {
+    std::copy(sums, sums + count, y);
+  }
+}
+
+// A function of its own, so that sums of whole panels stay in registers.
+[[gnu::noinline]] void FinishPartOfPanel(const Output& out, int64_t row, int64_t n, const F16& sums) {
+  float lane[kPanel];
+  Store(lane, sums);
+  Finish(out, row, n, out.outer - n, lane);
+}
+
+// Writes a panel's sums of a row, as far as the outputs go.
+inline void FinishPanel(const Output& out, int64_t row, int64_t panel, F16 sums) {
+  const int64_t n = panel * kPanel, at = row * out.outer + n;
+  if (n + kPanel > out.outer) return FinishPartOfPanel(out, row, n, sums);
+  if (out.bias) sums += Load<F16>(out.bias + n);
+  if (out.halves) {
+    if (out.residual) sums += LoadSome(static_cast<const uint16_t*>(out.residual) + at, kPanel);
+    return Store(static_cast<uint16_t*>(out.y) + at, ToBfloat16(sums));
+  }
+  if (out.residual) sums += Load<F16>(static_cast<const float*>(out.residual) + at);
+  Store(static_cast<float*>(out.y) + at, sums);
+}

@@ -303,7 +303,7 @@ class Sequence:
             self,
             tuple(self.tokens[len(self.prompt_tokens) + num_output_tokens :]),
             tuple(self.times.tokens_s[num_output_tokens:]),
-            tuple(self.sampler.logprobs[num_output_tokens:]),
+            tuple(self.sampler.logprobs[num_output_tokens:]) if self.sampler.logprobs else (),
             self.finish_reason,
             self.error,
         )

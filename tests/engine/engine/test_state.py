@@ -146,8 +146,8 @@ def test_a_prompt_that_shares_900_of_1000_tokens_computes_at_most_164(engine, va
     run(warm, [first])
     calls = warm.runner.calls
 
-    def counted(step, drafts):
-        found = calls(step, drafts)
+    def counted(plan):
+        found = calls(plan)
         ran.extend(n for call in found for s, n in zip(call.sequences, call.counts, strict=True)
                    if s.num_output_tokens == 0)  # fmt: skip
         return found
@@ -268,7 +268,7 @@ def test_scores_are_those_of_the_whole(checkpoint, variant):
         logits = np.asarray(full_logits(llm.model, jnp.asarray([prompt], jnp.int32)))[0]
         logprobs = logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
         wanted = logprobs[np.arange(len(prompt) - 1), prompt[1:]]
-        scores = [entry.logprob for entry in found.sampler.prompt_logprobs]
+        scores = [entry.logprob for entry in found.prompt_logprobs]
         np.testing.assert_allclose(scores, wanted, rtol=0, atol=1e-4)
         np.testing.assert_allclose(llm.score(prompt)[0], wanted, rtol=0, atol=1e-4)
 

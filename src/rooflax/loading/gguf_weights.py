@@ -74,7 +74,8 @@ class GGUFWeights:
         if not config.is_causal:
             used |= {f"{dense}.weight" for dense in GGUF_DENSE}  # `gguf_pooling` reads them
         further = self._further_blocks()
-        self._unknown = [n for n in file.names() if n not in used and not n.startswith(further)]
+        others = [n for n in file.names() if n not in used and not n.startswith(further)]
+        self.entries |= {_checkpoint_name(name): Entry((name,), KEEP) for name in others}
 
     def _further_blocks(self) -> tuple[str, ...]:
         """Prefixes of the layers that predict further tokens, for which we have no use."""
@@ -86,11 +87,13 @@ class GGUFWeights:
 
     def names(self) -> list[str]:
         """Checkpoint names; a tensor that has none keeps its own."""
-        return [*self.entries, *self._unknown]
+        return list(self.entries)
+
+    def _entry(self, name: str) -> Entry:
+        return self.entries.get(name, Entry((name,), KEEP))
 
     def _stored(self, name: str) -> tuple[str, ...]:
-        entry = self.entries.get(name)
-        return entry.stored if entry else (name,)
+        return self._entry(name).stored
 
     def info(self, name: str) -> TensorInfo:
         """The shape that `read` gives; the type is "F32" where numbers are made from blocks.
@@ -117,10 +120,10 @@ class GGUFWeights:
         return TensorInfo(info.dtype, info.shape[1:], info.nbytes // max(1, *info.shape[:1]))
 
     def _change(self, name: str) -> Change:
-        return self.entries[name].change if name in self.entries else KEEP
+        return self._entry(name).change
 
     def _expert(self, name: str) -> int | None:
-        return self.entries[name].expert if name in self.entries else None
+        return self._entry(name).expert
 
     def read(self, name: str) -> np.ndarray:
         """A tensor in the checkpoint's layout: the file's own pages where they will do."""
@@ -312,6 +315,15 @@ def tensor_entries(family: str, config: Decoder, present: Collection[str] = ()) 
                 names = tuple(one.replace("{i}", str(slot.layer)) for one in stored)
                 entries[name] = Entry(names, change, int(expert[1]) if expert else None)
     return entries
+
+
+def _checkpoint_name(stored: str) -> str:
+    """LLaMA's name of a tensor that the model does not have: a family may skip it by that."""
+    layer, key = re.match(r"blk\.(\d+)\.", stored), re.sub(r"^blk\.\d+", "blk.{i}", stored)
+    hf = next(
+        (hf for hf, (names, _) in TENSORS.items() if names == (key,) and "{e}" not in hf), stored
+    )
+    return hf.replace("{i}", layer[1]) if layer else hf
 
 
 def _of_family(name: str, spec: GGUFSpec, config: Decoder) -> Change:

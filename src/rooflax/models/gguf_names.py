@@ -102,6 +102,6 @@ POST_NORM = renamed(
 )
 """Where that norm is not the feed-forward network's own, or is called so."""
 GATE, UP, DOWN = (f"blk.{{i}}.ffn_{part}_exps" for part in ("gate", "up", "down"))
-SHARED_EXPERT_GATE = {
+SHARED_EXPERT_GATE: Table = {
     f"{MLP}.shared_expert_gate.weight": (("blk.{i}.ffn_gate_inp_shexp.weight",), Row())
 }

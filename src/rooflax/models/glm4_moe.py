@@ -16,7 +16,7 @@ from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec, MetadataReader, Raw
 from rooflax.models.gguf_changes import KEEP
-from rooflax.models.gguf_names import COMMON, POST_NORM
+from rooflax.models.gguf_names import COMMON, POST_NORM, Table
 from rooflax.nn.decoder import Decoder, Names
 from rooflax.nn.parts import MLP, Layer, Mlp, Moe
 from rooflax.nn.weights import StoredAs
@@ -36,7 +36,7 @@ KEYS = {
     "leading_dense_block_count": "first_k_dense_replace",
     "nextn_predict_layers": "num_nextn_predict_layers",
 }
-CHOICE_BIAS = {
+CHOICE_BIAS: Table = {
     f"{MLP}.gate.e_score_correction_bias": (("blk.{i}.exp_probs_b.bias",), KEEP)
 }  # fmt: skip
 TINY = common.tiny(

@@ -9,13 +9,14 @@ from typing import Any, Literal
 
 from rooflax.errors import RequestError
 from rooflax.fields.declaration import declare, documented, read_fields
-from rooflax.fields.kinds import Choice, Number, Whole
+from rooflax.fields.kinds import Choice, Flag, Number, Text, Whole
 
 NEW_WEIGHTS_RATE = 1e-3
 FINE_TUNING_RATE = 2e-5
 """Learning rates to begin with: for random weights; for a checkpoint's, which more would undo."""
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
+TRUNCATIONS = ("reject", "cut")
 LAYERS = ("unrolled", "scan")
 REMAT = ("nothing", "dots", "dots_no_batch", "everything")
 MOMENT = Number(0, 1, below=True)  # at 1 the moments stay 0 and the step is 0 / 0
@@ -24,6 +25,46 @@ MAY_CHANGE = frozenset({"checkpoint_every", "keep"})
 
 
 _field = partial(declare, group="training")
+_data = partial(declare, group="what to train")
+
+
+# fmt: off
+@documented
+@dataclass(frozen=True)
+class DataConfig:
+    """How training data is read."""
+
+    glob: str | None = _data(
+        Text(), "files to take from a folder", shown_default="*.txt", metavar="GLOB")
+    text_field: str | None = _data(
+        Text(), "key of the text in a .jsonl line; without it the keys say what a line is",
+        metavar="KEY")
+    held_out_fraction: float = _data(
+        Number(0, 1, below=True), "share of the rows for the held-out loss, unless a folder has "
+        "valid.jsonl", default=0.1, metavar="X")
+    mask_prompt: bool = _data(
+        Flag(), "train the last answer (or the completion) alone", default=False,
+        flags=("--mask-prompt",))
+    assistant_only_loss: bool = _data(
+        Flag(), "train every answer of the assistant, and nothing else", default=False,
+        flags=("--assistant-only-loss",))
+    truncation: str = _data(
+        Choice(TRUNCATIONS), "what happens to chats and completions longer than --seq-len",
+        default="reject", metavar="HOW")
+    # fmt: on
+
+    def __post_init__(self) -> None:
+        read_fields(self)
+        if self.mask_prompt and self.assistant_only_loss:
+            raise RequestError(
+                "both `mask_prompt` and `assistant_only_loss` are given; the first trains the last "
+                "answer, the second all of them: give one."
+            )
+
+    @property
+    def masks(self) -> bool:
+        """Whether some tokens of a row are not trained."""
+        return self.mask_prompt or self.assistant_only_loss
 
 
 # fmt: off

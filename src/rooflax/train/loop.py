@@ -55,6 +55,7 @@ class TrainResult:
         tokens: tokens seen.
         loss: of the last step; None if there was none.
         held_out_loss, bits_per_byte: over all held-out rows; None if interrupted or without any.
+        test_loss: over all rows to test; None if interrupted or without any.
         interrupted: stopped by SIGINT; a checkpoint was saved.
         was_complete: the folder held the whole run already, and nothing was trained.
     """
@@ -67,6 +68,7 @@ class TrainResult:
     bits_per_byte: float | None
     interrupted: bool
     was_complete: bool
+    test_loss: float | None = None
 
 
 def run_training(
@@ -76,6 +78,7 @@ def run_training(
     held_out: Corpus | None,
     folder: Path,
     *,
+    test: Corpus | None = None,
     progress: bool | None = None,
 ) -> TrainResult:
     """Trains a model, resuming from the folder's newest checkpoint if there is one.
@@ -86,6 +89,7 @@ def run_training(
     Args:
         model: where to start; its weights are copied. A resumed run takes only its architecture.
         held_out: for held-out losses; None does without.
+        test: for one loss at the end.
         folder: of this run, outside of which nothing is written.
         progress: show a bar on stderr; None shows it on a terminal.
 
@@ -98,7 +102,7 @@ def run_training(
     check_not_forked()
     check_trainable(model)
     with only_writer(folder, folder / ".run.lock", makes_folders=True):
-        return _Run(model, config, training, held_out, folder).train(progress)
+        return _Run(model, config, training, held_out, test, folder).train(progress)
 
 
 def check_trainable(model: Model) -> None:
@@ -153,18 +157,16 @@ class _Run:
         config: TrainConfig,
         training: Corpus,
         held_out: Corpus | None,
+        test: Corpus | None,
         folder: Path,
     ):
         self.config, self.folder, self.held_out = config, folder, held_out
         check_seq_len(config, model.max_model_len)
         _check_ids(model, training, "corpus")
-        if held_out is not None:
-            _check_ids(model, held_out, "held-out corpus")
         self.model = model.stacked() if config.layers == "scan" else model
         self.rows = Rows(training, config.seq_len, config.seed)
-        self.held_out_rows = None
-        if held_out is not None:
-            self.held_out_rows = Rows(held_out, config.seq_len, called="held-out corpus")
+        self.held_out_rows = self._other_rows(held_out, "held-out corpus")
+        self.test_rows = self._other_rows(test, "corpus to test on")
         self.optimizer = make_optimizer(model.table, self.model.weights, config)
         self.train_step = make_train_step(self.model, self.optimizer, config)
         self.eval_step = make_eval_step(self.model, config)
@@ -174,6 +176,12 @@ class _Run:
         self.state, position = self._start()
         self.step = int(self.state.step)
         self.log = TrainLog(folder / "log.jsonl", position)
+
+    def _other_rows(self, corpus: Corpus | None, called: str) -> Rows | None:
+        if corpus is None:
+            return None
+        _check_ids(self.model, corpus, called)
+        return Rows(corpus, self.config.seq_len, called=called)
 
     @property
     def architecture(self) -> dict[str, Any]:
@@ -207,10 +215,13 @@ class _Run:
                 self.advance(bar)
             interrupted = self.step < num_steps
             self.save()
-            held_out_loss = None if interrupted else self.evaluate(None)
+            held_out_loss = test_loss = None
             if not interrupted:
+                held_out_loss = self.evaluate(self.held_out_rows, None)
                 self.log_held_out(held_out_loss, whole=True)
-        return self.result(held_out_loss, interrupted, was_complete)
+                test_loss = self.evaluate(self.test_rows, None)
+        result = self.result(held_out_loss, interrupted, was_complete)
+        return replace(result, test_loss=test_loss)
 
     def advance(self, bar: Any) -> None:
         """One step, and what is due after it."""
@@ -237,19 +248,20 @@ class _Run:
         bar.update(1)
         bar.set_postfix_str(f"loss {self.loss:.3f}", refresh=False)
         if self._due(self.config.eval_every):
-            self.log_held_out(self.evaluate(self.config.eval_batches), whole=False)
+            loss = self.evaluate(self.held_out_rows, self.config.eval_batches)
+            self.log_held_out(loss, whole=False)
         if self._due(self.config.checkpoint_every):
             self.save()
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0 and self.step < self.config.num_steps
 
-    def evaluate(self, num_batches: int | None) -> float | None:
-        """Mean held-out loss in nats per token; None without held-out rows."""
-        if self.held_out_rows is None:
+    def evaluate(self, rows: Rows | None, num_batches: int | None) -> float | None:
+        """Mean loss of rows in nats per token; None without any."""
+        if rows is None:
             return None
         total = count = 0.0
-        for batch in self.held_out_rows.spread(num_batches, self.config.batch_size):
+        for batch in rows.spread(num_batches, self.config.batch_size):
             loss, tokens = self.eval_step(self.state.weights, self.model.rope, batch)
             total, count = total + float(loss), count + float(tokens)
         return total / max(count, 1.0)

@@ -252,7 +252,7 @@ def seen(monkeypatch, tmp_path):
         runs = set(kwargs) if isinstance(model, ModelInfo) else {*RUN, *FIND}
         return make_plan(model, **{name: kwargs[name] for name in runs & set(kwargs)})
 
-    def train(model, config, training, held_out, folder, *, progress=None):
+    def train(model, config, training, held_out, folder, *, test=None, progress=None):
         numbers = (len(training.tokens), None if held_out is None else len(held_out.tokens))
         asked.append(("train", config, numbers, folder, model.config, progress))
         return TrainResult(model, 0, 0, 1.0, None, None, interrupted=False, was_complete=False)

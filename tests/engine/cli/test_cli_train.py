@@ -112,6 +112,67 @@ def test_jsonl_and_a_given_tokenizer(rooflax, data):
     assert (ran.code, ran.err) == (0, "")
 
 
+CHAT = "rooflax-chat-5m"
+
+
+def chats(path, count, **more):
+    with open(path, "w") as file:
+        for number in range(count):
+            texts = (("user", f"Say {number}."), ("assistant", f"It is {number}."))
+            messages = [{"role": role, "content": text} for role, text in texts]
+            file.write(json.dumps({"messages": messages, **more}) + "\n")
+
+
+def test_folders_of_chats_with_masks(rooflax, data):
+    (data / "chats").mkdir()
+    for name, count in (("train", 40), ("valid", 6), ("test", 5)):
+        chats(data / f"chats/{name}.jsonl", count)
+    flags = (CHAT, "--assistant-only-loss", "--lr", 1e-3, "--seq-len", 64, "--json")
+    ran = train(rooflax, *flags, data="chats")
+    assert ran.code == 0, ran.err
+    assert "40 documents to train on, 6 held out, 5 to test" in ran.err
+    info = json.loads((data / "run/training.bin.json").read_text())
+    assert 0 < info["num_trained"] < info["num_tokens"] / 2
+    assert f"{info['num_trained']:,} of {info['num_tokens']:,} tokens are trained" in ran.err
+    found = json.loads(ran.out)
+    assert found["held_out_loss"] > 0 and found["test_loss"] > 0
+    assert json.loads(train(rooflax, *flags, data="chats").out) == found
+    (data / "chats/valid.jsonl").unlink()
+    ran = train(rooflax, *flags, data="chats", out="split")
+    assert ran.code == 0, ran.err
+    assert "held out, 5 to test" in ran.err and "40 documents" not in ran.err
+    ran = train(rooflax, CHAT, "--seq-len", 64, data="chats/test.jsonl", out="whole")
+    assert ran.code == 0 and "are trained" not in ran.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "line", "said"),
+    [
+        ((), {"messages": "x"}, "line 4 of rows.jsonl has messages that are not a list"),
+        ((), {"body": "x"}, "line 4 of rows.jsonl is not a JSON object with messages, a prompt"),
+        (("--mask-prompt",), {"messages": [{"role": "user", "content": "x"}]},
+         "line 4 of rows.jsonl has nothing to train on"),
+        ((), {"prompt": "a " * 80, "completion": "b"}, "line 4 of rows.jsonl has "),
+        (("--mask-prompt", "--assistant-only-loss"), {"text": "x"},
+         "both --mask-prompt and --assistant-only-loss are given"),
+        (("--truncation", "some"), {"text": "x"}, "truncation is 'some'"),
+    ],
+)  # fmt: skip
+def test_bad_rows_are_said_with_file_and_line(rooflax, data, flags, line, said):
+    chats(data / "rows.jsonl", 3)
+    with open(data / "rows.jsonl", "a") as file:
+        file.write(json.dumps(line) + "\n")
+    base = (CHAT, "--seq-len", 64, "--held-out-fraction", 0)
+    ran = train(rooflax, *base, *flags, data="rows.jsonl")
+    assert (ran.code, ran.out) == (2, "")
+    assert said in ran.err.splitlines()[-1]
+    assert not list((data / "run").glob("*.bin*"))
+    if "prompt" in line:
+        ran = train(rooflax, *base, "--truncation", "cut", "--mask-prompt", data="rows.jsonl")
+        assert ran.code == 0, ran.err
+        assert "1 row cut to 65 tokens; 1 of them train nothing and are left out" in ran.err
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -127,7 +188,7 @@ def test_jsonl_and_a_given_tokenizer(rooflax, data):
         ((*NEW, "--lr", "nan"), "--learning-rate is nan"),
         ((*NEW, "--remat", "some"), "remat is 'some'"),
         ((*NEW, "--glob", "*.rst"), "holds no text to train on"),
-        ((*NEW, "--held-out-fraction", "1"), "from 0 to below 1"),
+        ((*NEW, "--held-out-fraction", "1"), "at least 0 and below 1"),
         ((*NEW, "--held-out-fraction", "0.9999999"), "documents are held out"),
         ((*NEW, "--seq-len", "64"), "the model takes 32 tokens"),
         ((*NEW, "--text-field", "body"), "is for .jsonl files"),

@@ -15,7 +15,7 @@ from rooflax.cli.statistics import counted
 from rooflax.errors import CheckpointError, RequestError
 from rooflax.fields.declaration import declarations
 from rooflax.files import only_writer, read_regular, replacing
-from rooflax.train.config import FINE_TUNING_RATE, NEW_WEIGHTS_RATE, DataConfig, TrainConfig
+from rooflax.train.config import DEFAULTS, DataConfig, TrainConfig
 from rooflax.train.corpus import dataset_files
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def add_flags(parser: Parser) -> None:
     add("--config", metavar="FILE", help="a config.json to start from random weights")
     add("--tokenizer", metavar="FOLDER", help="folder with a tokenizer; default MODEL's own")
     add("--vocab-size", metavar="N", type=whole, help="train a byte-level BPE of N tokens")
+    add("--dry-run", action="store_true", help="check the data and say the memory, train nothing")
     _add_settings(parser)
     flags.add_device(parser)
     flags.add_output(parser)
@@ -58,18 +59,20 @@ def add_flags(parser: Parser) -> None:
 
 def _add_settings(parser: Parser) -> None:
     """One flag per field of TrainConfig."""
-    rates = f"{FINE_TUNING_RATE:g}, and {NEW_WEIGHTS_RATE:g} with --config"
+    new, full = DEFAULTS["new weights"], DEFAULTS["full"]
     for one in declarations(TrainConfig).values():
-        if one.name == "learning_rate":
-            one = replace(one, default=None, shown_default=rates)
+        if one.name in full:
+            shown = f"{full[one.name]:g}, and {new[one.name]:g} with --config"
+            one = replace(one, default=None, shown_default=shown)
         flags.add_field(parser, one)
 
 
 def run(args: argparse.Namespace) -> int:
     """Trains; 130 if it was interrupted (and saved)."""
     given = {field.name: getattr(args, field.name) for field in fields(TrainConfig)}
-    if given["learning_rate"] is None:
-        given["learning_rate"] = FINE_TUNING_RATE if args.config is None else NEW_WEIGHTS_RATE
+    for name, value in DEFAULTS["full" if args.config is None else "new weights"].items():
+        if given[name] is None:
+            given[name] = value
     config, data = TrainConfig(**given), DataConfig(**flags.values_of(args, DataConfig))
     _check_flags(args)
     platform.start_jax(args)
@@ -80,33 +83,51 @@ def run(args: argparse.Namespace) -> int:
 
 def _train(args: argparse.Namespace, config: TrainConfig, data: DataConfig, out: Path) -> int:
     from rooflax.engine.compilation import enable_persistent_cache
-    from rooflax.train.loop import check_seq_len, run_training, write_curves
+    from rooflax.train.loop import check_seq_len, resolved, run_training, write_curves
 
     enable_persistent_cache()
     start = _Start(args)
     check_seq_len(config, start.config.max_position)
     training, held_out, test = prepare(args, data, config.seq_len, start, out)
     model = start.model(config.seed)
+    config = resolved(config, training)
     if not args.quiet:
         terminal.say(
             f"{model.num_parameters:,} parameters, {counted(config.num_steps, 'step')} of "
-            f"{config.tokens_per_step:,} tokens; the text has {training.info.num_tokens:,}"
+            f"{config.tokens_per_step:,} tokens; the data has {training.info.num_tokens:,}"
         )
+        terminal.say(
+            f"learning rate {config.learning_rate:g} after "
+            f"{counted(config.warmup_steps or 0, 'step')} of warm-up, "
+            f"{config.learning_rate * config.min_lr_ratio:g} at the end; weight decay "
+            f"{config.weight_decay:g}"
+        )
+    if args.dry_run:
+        _report_memory(args, model, config)
+        return 0
     if args.verbose:
         terminal.say(f"settings: {json.dumps(config.to_json())}")
     result = run_training(
-        model, config, training, held_out, out, test=test, progress=False if args.quiet else None
-    )
+        model, config, training, held_out, out, test=test,
+        progress=False if args.quiet else None, say=None if args.quiet else terminal.say,
+    )  # fmt: skip
+    curves = write_curves(out)
+    if not args.quiet:
+        terminal.say(f"curves: {', '.join(map(str, curves))}")
     if result.interrupted:
         terminal.say(f"interrupted after step {result.step}; the same command goes on from there.")
         return 130
+    if result.stopped_early and not args.quiet:
+        terminal.say(
+            f"stopped after step {result.step}: the held-out loss was not below the best for "
+            f"{counted(config.patience or 0, 'time')} in a row"
+        )
     if result.was_complete:
         terminal.say(
             f"the run in {out} was complete after {result.step:,} steps; nothing was trained. "
-            f"To go on from its model: rooflax train {out / 'model'} --out ANOTHER ..."
+            f"To go on, give more steps, or train {out / 'model'} into another --out"
         )
-    write_curves(out)
-    folder = _save(out, start, result)
+    folder = _save(out, start, result, config.save_dtype)
     _report(args, result, folder)
     return 0
 
@@ -244,7 +265,10 @@ def _difference(
     are there."""
     digest = found.pop(DIGEST, None)  # 0.1.0 wrote none
     if found != info:
-        return "other data, another tokenizer or another config; give the same flags to go on, or"
+        return (
+            "other data or masks, another tokenizer, seq_len or another config; give the same "
+            "flags to go on, or"
+        )
     is_there = all(Path(path).exists() for path in args.data)
     if digest and is_there and _digest(_parts(args, data)) != digest:
         return f"what {' '.join(args.data)} held before it changed; give"
@@ -375,8 +399,8 @@ def _tokenizer(start: _Start) -> Tokenizer:
     return tokenizer
 
 
-def _save(out: Path, start: _Start, result: TrainResult) -> Path:
-    """The trained model as a Hugging Face folder, in bfloat16, with its tokenizer."""
+def _save(out: Path, start: _Start, result: TrainResult, dtype: str) -> Path:
+    """The trained model as a Hugging Face folder, with its tokenizer."""
     from rooflax.loading.json_files import read_json_object
     from rooflax.loading.save import companions, save_model
 
@@ -393,12 +417,25 @@ def _save(out: Path, start: _Start, result: TrainResult) -> Path:
             start.family,
             start.config,
             result.model.weights,
+            dtype=dtype,
             eos_token_ids=ends or (() if eos is None else (eos,)),
             bos_token_id=tokenizer.bos_id,
             generation=defaults,
             files=files,
         )
     return out / "model"
+
+
+def _report_memory(args: argparse.Namespace, model: Model, config: TrainConfig) -> None:
+    from rooflax.models.memory import gib
+    from rooflax.train.memory import training_memory
+
+    parts = training_memory(model, config)
+    if args.json:
+        terminal.print_json({"bytes": dict(parts), "total": sum(parts.values())})
+        return
+    for name, num_bytes in [*parts.items(), ("in all", sum(parts.values()))]:
+        print(f"{name:<34}{gib(num_bytes):>12}")
 
 
 def _report(args: argparse.Namespace, result: TrainResult, folder: Path) -> None:
@@ -412,6 +449,7 @@ def _report(args: argparse.Namespace, result: TrainResult, folder: Path) -> None
                 "held_out_loss": result.held_out_loss,
                 "bits_per_byte": result.bits_per_byte,
                 "test_loss": result.test_loss,
+                "best_step": result.best_step,
             }
         )
         return
@@ -421,4 +459,5 @@ def _report(args: argparse.Namespace, result: TrainResult, folder: Path) -> None
     test = "" if result.test_loss is None else f", test {result.test_loss:.4f}"
     loss = "" if result.loss is None else f", loss {result.loss:.4f}"
     print(f"{counted(result.step, 'step')}, {result.tokens:,} tokens{loss}{held_out}{test}")
-    print(f"the model is in {folder}")
+    of_step = "" if result.best_step is None else f", as it was after step {result.best_step:,}"
+    print(f"the model is in {folder}{of_step}")

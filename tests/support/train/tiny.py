@@ -107,5 +107,6 @@ def corpus_of(ids: Any, dtype: str = "uint16") -> Corpus:
 
 
 def comparable(lines):
-    """Lines of a log without what depends on the machine's speed."""
-    return [{k: v for k, v in line.items() if k != "time"} for line in lines]
+    """Lines of a log without settings and what depends on the machine's speed."""
+    kept = [line for line in lines if "settings" not in line]
+    return [{k: v for k, v in line.items() if k != "time"} for line in kept]

@@ -26,7 +26,7 @@ from rooflax.models.model import Model, build
 from rooflax.models.registry import read_config
 from rooflax.train.config import TrainConfig
 from rooflax.train.corpus import folder_documents, split_held_out
-from rooflax.train.data import Corpus, PackedBatch, Rows, open_corpus, write_corpus
+from rooflax.train.data import Corpus, PackedBatch, Rows, encode_texts, open_corpus, write_corpus
 from rooflax.train.loop import TrainResult, run_training, write_curves
 from rooflax.train.step import init_state, make_optimizer, make_train_step
 from rooflax.train.tokenizer_training import (
@@ -139,7 +139,8 @@ def prepare_corpus(out: Path, *, include_tests: bool) -> tuple[Corpus, Corpus]:
         separator = tokenizer.token_to_id(END_OF_TEXT)
         about = {"python": sys.version.split()[0], "include_tests": include_tests}
         for path, part in zip(paths, documents, strict=True):
-            info = write_corpus(path, (d.text for d in part), tokenizer, separator)
+            texts = encode_texts((d.text for d in part), tokenizer, separator)
+            info = write_corpus(path, texts, VOCAB_SIZE)
             about[path.stem] = dataclasses.asdict(info) | {"files": [d.name for d in part]}
         (out / "corpus.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     training, held_out = (open_corpus(path) for path in paths)

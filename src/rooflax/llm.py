@@ -34,8 +34,7 @@ from rooflax.fields.declaration import check_names, takes
 from rooflax.fields.kinds import is_whole
 from rooflax.input_processor import InputProcessor
 from rooflax.inputs import Message, Prompt, as_conversations, as_params, as_prompts
-from rooflax.loading.chat_template import names
-from rooflax.loading.generic_tools import encode_as_text
+from rooflax.loading.generic_tools import encode_as_text, shows_tools
 from rooflax.loading.load import load_plan
 from rooflax.loading.messages import encode, repaired
 from rooflax.loading.model_info import ModelInfo
@@ -189,13 +188,10 @@ class LLM:
             CheckpointError: the template is not valid, or does something forbidden.
         """
         template = chat_template if chat_template is not None else self.tokenizer.chat_template
-        if tools:
-            has_own = chat_template is None and "tool_use" in self.tokenizer.chat_templates
-            is_shown = has_own or "tools" in names(template).variables
-        else:
-            is_shown = "tool_calls" in (template or "")
         plain = repaired(messages, template)
-        is_text = not is_shown and all(isinstance(each, Mapping) for each in plain)
+        is_text = not shows_tools(self.tokenizer, tools, chat_template) and all(
+            isinstance(each, Mapping) for each in plain
+        )
         return (encode_as_text if is_text else encode)(
             self.tokenizer,
             plain,

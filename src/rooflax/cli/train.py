@@ -5,27 +5,29 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, platform, terminal
-from rooflax.cli.parser import Parser, number, whole
+from rooflax.cli.parser import Parser, whole
 from rooflax.cli.statistics import counted
 from rooflax.errors import CheckpointError, RequestError
 from rooflax.fields.declaration import declarations
 from rooflax.files import only_writer, read_regular, replacing
-from rooflax.train.config import FINE_TUNING_RATE, NEW_WEIGHTS_RATE, TrainConfig
+from rooflax.train.config import DEFAULTS, DataConfig, TrainConfig
+from rooflax.train.corpus import dataset_files
 
 if TYPE_CHECKING:
     from rooflax.loading.tokenizer import Tokenizer
     from rooflax.models.model import Model
-    from rooflax.train.corpus import Document
+    from rooflax.train.corpus import Row
     from rooflax.train.data import Corpus
     from rooflax.train.loop import TrainResult
 
 SUMMARY = "train from scratch or from a checkpoint"
+TOKEN_FILES = {"train": "training", "valid": "held_out", "test": "test"}
+"""Names of a part's token files."""
 DIGEST = "sha256"
 """Key of data.json: of the text."""
 TOKENIZER_FILES = (
@@ -40,18 +42,16 @@ def add_flags(parser: Parser) -> None:
     add = parser.group("what to train").add_argument
     add(
         "--data", metavar="PATH", nargs="+", required=True,
-        help="a folder, or text and .jsonl files",
+        help="text and .jsonl files, or a folder with train.jsonl (valid.jsonl, test.jsonl), or of "
+        "texts",
     )  # fmt: skip
-    add("--glob", metavar="GLOB", help="files to take from a folder; default *.txt")
-    add("--text-field", metavar="KEY", help="key of the text in a .jsonl line; default text")
-    add(
-        "--held-out-fraction", metavar="X", type=number, default=0.1,
-        help="share of the documents for the held-out loss; default 0.1",
-    )  # fmt: skip
+    for one in declarations(DataConfig).values():
+        flags.add_field(parser, one)
     add("--out", metavar="FOLDER", required=True, help="the run; the same command resumes")
     add("--config", metavar="FILE", help="a config.json to start from random weights")
     add("--tokenizer", metavar="FOLDER", help="folder with a tokenizer; default MODEL's own")
     add("--vocab-size", metavar="N", type=whole, help="train a byte-level BPE of N tokens")
+    add("--dry-run", action="store_true", help="check the data and say the memory, train nothing")
     _add_settings(parser)
     flags.add_device(parser)
     flags.add_output(parser)
@@ -59,55 +59,75 @@ def add_flags(parser: Parser) -> None:
 
 def _add_settings(parser: Parser) -> None:
     """One flag per field of TrainConfig."""
-    rates = f"{FINE_TUNING_RATE:g}, and {NEW_WEIGHTS_RATE:g} with --config"
+    new, full = DEFAULTS["new weights"], DEFAULTS["full"]
     for one in declarations(TrainConfig).values():
-        if one.name == "learning_rate":
-            one = replace(one, default=None, shown_default=rates)
+        if one.name in full:
+            shown = f"{full[one.name]:g}, and {new[one.name]:g} with --config"
+            one = replace(one, default=None, shown_default=shown)
         flags.add_field(parser, one)
 
 
 def run(args: argparse.Namespace) -> int:
     """Trains; 130 if it was interrupted (and saved)."""
     given = {field.name: getattr(args, field.name) for field in fields(TrainConfig)}
-    if given["learning_rate"] is None:
-        given["learning_rate"] = FINE_TUNING_RATE if args.config is None else NEW_WEIGHTS_RATE
-    config = TrainConfig(**given)
+    for name, value in DEFAULTS["full" if args.config is None else "new weights"].items():
+        if given[name] is None:
+            given[name] = value
+    config, data = TrainConfig(**given), DataConfig(**flags.values_of(args, DataConfig))
     _check_flags(args)
     platform.start_jax(args)
     out = Path(args.out)
     with only_writer(out, out / ".lock", makes_folders=True):
-        return _train(args, config, out)
+        return _train(args, config, data, out)
 
 
-def _train(args: argparse.Namespace, config: TrainConfig, out: Path) -> int:
+def _train(args: argparse.Namespace, config: TrainConfig, data: DataConfig, out: Path) -> int:
     from rooflax.engine.compilation import enable_persistent_cache
-    from rooflax.train.loop import check_seq_len, run_training, write_curves
+    from rooflax.train.loop import check_seq_len, resolved, run_training, write_curves
 
     enable_persistent_cache()
     start = _Start(args)
     check_seq_len(config, start.config.max_position)
-    training, held_out = prepare(args, start, out)
+    training, held_out, test = prepare(args, data, config.seq_len, start, out)
     model = start.model(config.seed)
+    config = resolved(config, training)
     if not args.quiet:
         terminal.say(
             f"{model.num_parameters:,} parameters, {counted(config.num_steps, 'step')} of "
-            f"{config.tokens_per_step:,} tokens; the text has {training.info.num_tokens:,}"
+            f"{config.tokens_per_step:,} tokens; the data has {training.info.num_tokens:,}"
         )
+        terminal.say(
+            f"learning rate {config.learning_rate:g} after "
+            f"{counted(config.warmup_steps or 0, 'step')} of warm-up, "
+            f"{config.learning_rate * config.min_lr_ratio:g} at the end; weight decay "
+            f"{config.weight_decay:g}"
+        )
+    if args.dry_run:
+        _report_memory(args, model, config)
+        return 0
     if args.verbose:
         terminal.say(f"settings: {json.dumps(config.to_json())}")
     result = run_training(
-        model, config, training, held_out, out, progress=False if args.quiet else None
-    )
+        model, config, training, held_out, out, test=test,
+        progress=False if args.quiet else None, say=None if args.quiet else terminal.say,
+    )  # fmt: skip
+    curves = write_curves(out)
+    if not args.quiet:
+        terminal.say(f"curves: {', '.join(map(str, curves))}")
     if result.interrupted:
         terminal.say(f"interrupted after step {result.step}; the same command goes on from there.")
         return 130
+    if result.stopped_early and not args.quiet:
+        terminal.say(
+            f"stopped after step {result.step}: the held-out loss was not below the best for "
+            f"{counted(config.patience or 0, 'time')} in a row"
+        )
     if result.was_complete:
         terminal.say(
             f"the run in {out} was complete after {result.step:,} steps; nothing was trained. "
-            f"To go on from its model: rooflax train {out / 'model'} --out ANOTHER ..."
+            f"To go on, give more steps, or train {out / 'model'} into another --out"
         )
-    write_curves(out)
-    folder = _save(out, start, result)
+    folder = _save(out, start, result, config.save_dtype)
     _report(args, result, folder)
     return 0
 
@@ -124,14 +144,11 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise RequestError(f"--vocab-size is {args.vocab_size}; it must be at least 257.")
     if args.config is not None and (args.revision or args.offline or args.check):
         raise RequestError("--revision, --offline and --check are for MODEL, not for --config.")
-    if not 0.0 <= args.held_out_fraction < 1.0:
-        raise RequestError(
-            f"--held-out-fraction is {args.held_out_fraction}; it must be from 0 to below 1."
-        )
     paths = [Path(path) for path in args.data]
     if args.glob is not None and not any(path.is_dir() for path in paths):
         raise RequestError("--glob is for folders, and --data names none.")
-    if args.text_field is not None and not any(path.suffix == ".jsonl" for path in paths):
+    has_lines = any(path.suffix == ".jsonl" or dataset_files(path) for path in paths)
+    if args.text_field is not None and not has_lines:
         raise RequestError("--text-field is for .jsonl files, and --data names none.")
     if Path(args.out).exists() and not Path(args.out).is_dir():
         raise RequestError(f"--out {args.out} is a file; give the name of a folder.")
@@ -195,8 +212,11 @@ def _read_config_file(path: Path) -> dict[str, Any]:
     return raw
 
 
-def prepare(args: argparse.Namespace, start: _Start, out: Path) -> tuple[Corpus, Corpus | None]:
-    """The tokenizer and the two token files, made once; a run that goes on opens them.
+def prepare(
+    args: argparse.Namespace, data: DataConfig, seq_len: int, start: _Start, out: Path
+) -> tuple[Corpus, Corpus | None, Corpus | None]:
+    """The tokenizer and the token files to train on, held out and to test; made once, a run that
+    goes on opens them.
 
     Raises:
         RequestError: the folder holds a run on other data, or there is no text.
@@ -205,20 +225,21 @@ def prepare(args: argparse.Namespace, start: _Start, out: Path) -> tuple[Corpus,
     from rooflax.train.checkpoint import list_checkpoints
     from rooflax.train.data import open_corpus
 
-    info = _data_settings(args) | {"config": start.raw}
+    info = _data_settings(args, data, seq_len) | {"config": start.raw}
     note = out / "data.json"
-    other = _difference(_read_note(note), info, args) if note.exists() else None
+    other = _difference(_read_note(note), info, args, data) if note.exists() else None
     if other and list_checkpoints(out / "checkpoints"):
         raise RequestError(f"{out} holds a run on {other} another --out.")
     if other or not note.exists():
         note.unlink(missing_ok=True)
-        info[DIGEST] = _encode(args, start, out)
+        info[DIGEST] = _encode(args, data, seq_len, start, out)
         with replacing(note, "utf-8") as file:
             file.write(json.dumps(info, indent=2) + "\n")
     if args.vocab_size is not None:
         start.tokenizer_folder = out / "tokenizer"
-    held_out = open_corpus(out / "held_out.bin") if (out / "held_out.bin").stat().st_size else None
-    return open_corpus(out / "training.bin"), held_out
+    training, *others = (out / f"{name}.bin" for name in TOKEN_FILES.values())
+    held_out, test = (open_corpus(file) if file.stat().st_size else None for file in others)
+    return open_corpus(training), held_out, test
 
 
 def _read_note(note: Path) -> dict[str, Any]:
@@ -230,38 +251,65 @@ def _read_note(note: Path) -> dict[str, Any]:
         ) from None
 
 
-def _data_settings(args: argparse.Namespace) -> dict[str, Any]:
+def _data_settings(args: argparse.Namespace, data: DataConfig, seq_len: int) -> dict[str, Any]:
     """What the token files depend on."""
-    names = ("glob", "text_field", "held_out_fraction", "tokenizer", "vocab_size", "model")
-    return {"data": [str(path) for path in args.data]} | {n: getattr(args, n) for n in names}
+    names = ("tokenizer", "vocab_size", "model")
+    found = {"data": [str(path) for path in args.data]} | {n: getattr(args, n) for n in names}
+    return found | asdict(data) | {"seq_len": seq_len}
 
 
-def _difference(found: dict[str, Any], info: dict[str, Any], args: argparse.Namespace) -> str:
+def _difference(
+    found: dict[str, Any], info: dict[str, Any], args: argparse.Namespace, data: DataConfig
+) -> str:
     """What a run's data.json says otherwise. Text that is gone is not looked for: the token files
     are there."""
     digest = found.pop(DIGEST, None)  # 0.1.0 wrote none
     if found != info:
-        return "other data, another tokenizer or another config; give the same flags to go on, or"
+        return (
+            "other data or masks, another tokenizer, seq_len or another config; give the same "
+            "flags to go on, or"
+        )
     is_there = all(Path(path).exists() for path in args.data)
-    if digest and is_there and _digest(_documents(args)) != digest:
+    if digest and is_there and _digest(_parts(args, data)) != digest:
         return f"what {' '.join(args.data)} held before it changed; give"
     return ""
 
 
-def _digest(documents: Iterable[Document]) -> str:
+def _digest(parts: dict[str, list[Row]]) -> str:
     found = hashlib.sha256()
-    for document in documents:
-        found.update(json.dumps([document.name, document.text]).encode())
+    for part, rows in parts.items():
+        for row in rows:
+            found.update(json.dumps([part, *asdict(row).values()]).encode())
     return found.hexdigest()
 
 
-def _encode(args: argparse.Namespace, start: _Start, out: Path) -> str:
+def _parts(args: argparse.Namespace, data: DataConfig) -> dict[str, list[Row]]:
+    """The rows of each part; those to be held out of the first are still in it."""
+    from rooflax.train.corpus import file_documents, folder_documents
+
+    parts: dict[str, list[Row]] = {part: [] for part in TOKEN_FILES}
+    for path in map(Path, args.data):
+        files = dataset_files(path) if data.glob is None else {}
+        for part, file in files.items():
+            parts[part] += file_documents([file], field=data.text_field)
+        if path.is_dir() and not files:
+            parts["train"] += folder_documents(path, data.glob or "*.txt")
+        elif not files:
+            parts["train"] += file_documents([path], field=data.text_field)
+    return parts
+
+
+def _encode(
+    args: argparse.Namespace, data: DataConfig, seq_len: int, start: _Start, out: Path
+) -> str:
     """Writes the token files; the digest of the text."""
     from rooflax.train.corpus import split_held_out
-    from rooflax.train.data import separator_of, write_corpus
 
-    documents = list(_documents(args))
-    training, held_out = split_held_out(documents, args.held_out_fraction)
+    parts = _parts(args, data)
+    digest = _digest(parts)
+    if not parts["valid"]:
+        parts["train"], parts["valid"] = split_held_out(parts["train"], data.held_out_fraction)
+    training, held_out, test = parts.values()
     if held_out and not training:
         raise RequestError(
             f"all {len(held_out)} documents are held out; give more, or less to "
@@ -273,39 +321,64 @@ def _encode(args: argparse.Namespace, start: _Start, out: Path) -> str:
         )
     out.mkdir(parents=True, exist_ok=True)
     if not args.quiet:
+        tested = f", {len(test)} to test" if test else ""
         size = counted(len(training), "document")
-        terminal.say(f"{size} to train on, {len(held_out)} held out")
+        terminal.say(f"{size} to train on, {len(held_out)} held out{tested}")
     if args.vocab_size is not None:
         with terminal.status("training the tokenizer", args.quiet):
             _train_tokenizer(training, args.vocab_size, start, out)
     tokenizer = _tokenizer(start)
+    with terminal.status("encoding", args.quiet):
+        said = _write_tokens(parts, tokenizer, data, seq_len, out)
+    if not args.quiet:
+        for line in said:
+            terminal.say(line)
+    return digest
+
+
+def _write_tokens(
+    parts: dict[str, list[Row]], tokenizer: Tokenizer, data: DataConfig, seq_len: int, out: Path
+) -> list[str]:
+    """Writes the token files; what is to be said of them."""
+    from rooflax.train.data import separator_of, write_corpus
+    from rooflax.train.rows import Cuts, encode_rows, has_whole_rows
+
     separator = separator_of(tokenizer)
     if separator is None:
         raise RequestError(
-            f"the tokenizer in {start.tokenizer_folder} has no end-of-sequence token to put "
+            f"the tokenizer in {tokenizer.folder} has no end-of-sequence token to put "
             f"between documents; name one as eos_token in its tokenizer_config.json."
         )
-    with terminal.status("encoding", args.quiet):
-        for name, part in (("training.bin", training), ("held_out.bin", held_out)):
-            texts = (document.text for document in part)
-            write_corpus(out / name, texts, tokenizer.backend, separator)
-    return _digest(documents)
+    said, cuts = [], Cuts()
+    for part, rows in parts.items():
+        info = write_corpus(
+            out / f"{TOKEN_FILES[part]}.bin",
+            encode_rows(rows, tokenizer, separator, data, seq_len, cuts),
+            tokenizer.vocab_size,
+            is_whole=has_whole_rows(rows),
+        )
+        if rows and not info.num_documents:
+            raise RequestError(
+                f"no row of the {part} data has anything left to train once it is cut to "
+                f"--seq-len {seq_len}; raise --seq-len."
+            )
+        if part == "train" and data.masks:
+            said.append(f"{info.num_trained:,} of {info.num_tokens:,} tokens are trained")
+    if cuts.shortened:
+        left_out = f"; {cuts.dropped:,} of them train nothing and are left out"
+        rows = counted(cuts.shortened, "row")
+        said.append(f"{rows} cut to {seq_len + 1:,} tokens{left_out if cuts.dropped else ''}")
+    return said
 
 
-def _documents(args: argparse.Namespace) -> Iterator[Document]:
-    from rooflax.train.corpus import file_documents, folder_documents
-
-    for path in map(Path, args.data):
-        if path.is_dir():
-            yield from folder_documents(path, args.glob or "*.txt")
-        else:
-            yield from file_documents([path], field=args.text_field or "text")
-
-
-def _train_tokenizer(documents: list[Any], size: int, start: _Start, out: Path) -> None:
+def _train_tokenizer(rows: list[Row], size: int, start: _Start, out: Path) -> None:
+    from rooflax.train.corpus import Document
     from rooflax.train.tokenizer_training import save_tokenizer, train_tokenizer
 
-    tokenizer = train_tokenizer((document.text for document in documents), size)
+    if not all(isinstance(row, Document) for row in rows):
+        raise RequestError("--vocab-size trains a tokenizer on texts, and --data has other rows.")
+    texts = (row.text for row in rows if isinstance(row, Document))
+    tokenizer = train_tokenizer(texts, size)
     start.tokenizer_folder = out / "tokenizer"
     longest = start.config.max_position
     save_tokenizer(tokenizer, start.tokenizer_folder, model_max_length=longest)
@@ -326,8 +399,8 @@ def _tokenizer(start: _Start) -> Tokenizer:
     return tokenizer
 
 
-def _save(out: Path, start: _Start, result: TrainResult) -> Path:
-    """The trained model as a Hugging Face folder, in bfloat16, with its tokenizer."""
+def _save(out: Path, start: _Start, result: TrainResult, dtype: str) -> Path:
+    """The trained model as a Hugging Face folder, with its tokenizer."""
     from rooflax.loading.json_files import read_json_object
     from rooflax.loading.save import companions, save_model
 
@@ -344,12 +417,25 @@ def _save(out: Path, start: _Start, result: TrainResult) -> Path:
             start.family,
             start.config,
             result.model.weights,
+            dtype=dtype,
             eos_token_ids=ends or (() if eos is None else (eos,)),
             bos_token_id=tokenizer.bos_id,
             generation=defaults,
             files=files,
         )
     return out / "model"
+
+
+def _report_memory(args: argparse.Namespace, model: Model, config: TrainConfig) -> None:
+    from rooflax.models.memory import gib
+    from rooflax.train.memory import training_memory
+
+    parts = training_memory(model, config)
+    if args.json:
+        terminal.print_json({"bytes": dict(parts), "total": sum(parts.values())})
+        return
+    for name, num_bytes in [*parts.items(), ("in all", sum(parts.values()))]:
+        print(f"{name:<34}{gib(num_bytes):>12}")
 
 
 def _report(args: argparse.Namespace, result: TrainResult, folder: Path) -> None:
@@ -362,12 +448,16 @@ def _report(args: argparse.Namespace, result: TrainResult, folder: Path) -> None
                 "loss": result.loss,
                 "held_out_loss": result.held_out_loss,
                 "bits_per_byte": result.bits_per_byte,
+                "test_loss": result.test_loss,
+                "best_step": result.best_step,
             }
         )
         return
     held_out = ""
     if result.held_out_loss is not None:
         held_out = f", held out {result.held_out_loss:.4f} ({result.bits_per_byte:.4f} bits/byte)"
+    test = "" if result.test_loss is None else f", test {result.test_loss:.4f}"
     loss = "" if result.loss is None else f", loss {result.loss:.4f}"
-    print(f"{counted(result.step, 'step')}, {result.tokens:,} tokens{loss}{held_out}")
-    print(f"the model is in {folder}")
+    print(f"{counted(result.step, 'step')}, {result.tokens:,} tokens{loss}{held_out}{test}")
+    of_step = "" if result.best_step is None else f", as it was after step {result.best_step:,}"
+    print(f"the model is in {folder}{of_step}")

@@ -10,14 +10,18 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any
+
+import numpy as np
 
 from rooflax.errors import CheckpointError, RequestError
 from rooflax.loading import template_pool
-from rooflax.loading.tokenizer import Tokenizer, lone_surrogate
+from rooflax.loading.tokenizer import PlainTokenizer, Tokenizer, lone_surrogate
 
 MAX_TEMPLATE_CHARACTERS = 131_072
 MAX_INPUT_CHARACTERS = 4 * 2**20
@@ -218,6 +222,84 @@ def encode_chat(
 
     Source: transformers, utils/chat_template_utils.py, `render_jinja_template`.
     """
+    text, marks = _rendered(
+        tokenizer, messages, template, add_generation_prompt, tools=tools, **kwargs
+    )
+    if marks is None:
+        return tokenizer.encode(text, add_special_tokens=False)
+    return _encode(tokenizer, marks, marks.split(text))[0]
+
+
+def encode_answers(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    since: int = 0,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> tuple[list[int], list[bool]]:
+    """Token ids of a whole conversation, and which of them the assistant writes.
+
+    An answer is found by rendering prefixes of the conversation: it begins where the messages
+    before it end with a generation prompt, and ends where they end with it. A token is the
+    assistant's if it holds a character of an answer, as in transformers' assistant masks.
+
+    Args:
+        since: the first message whose answer counts.
+        tools: as for `encode_chat`, whose ids these are.
+
+    Raises:
+        RequestError: as `encode_chat`; or the template writes a prefix of the conversation
+            otherwise than the conversation, so that nothing says where an answer begins.
+    """
+
+    def rendered(count: int, add_generation_prompt: bool) -> str:
+        return _rendered(tokenizer, messages[:count], None, add_generation_prompt, tools=tools)[0]
+
+    text, marks = _rendered(tokenizer, messages, None, False, tools=tools)
+    eos = tokenizer.special_tokens.get("eos_token", "")
+    cuts = [0]
+    for number in range(since, len(messages)):
+        if messages[number].get("role") != "assistant":
+            continue
+        if number == 0:
+            raise RequestError(
+                "the first message is the assistant's, so that no prompt says where it begins"
+            )
+        begin = rendered(number, True)
+        end = text if number + 1 == len(messages) else rendered(number + 1, False)
+        if not text.startswith(end):  # Phi-3's closes a whole conversation with one more token
+            end = end.removesuffix(eos if marks is None else marks.put(eos))
+        nests = text.startswith(begin) and text.startswith(end)
+        if not nests or not cuts[-1] <= len(begin) <= len(end):
+            raise RequestError(
+                f"the chat template writes the messages before the assistant's message {number} "
+                f"otherwise once it follows, so that its tokens cannot be told from the prompt; "
+                f"train on whole conversations, or on ones that end with this message"
+            )
+        cuts += [len(begin), len(end)]
+    parts = [text[a:b] for a, b in pairwise([*cuts, len(text)])]
+    if marks is None:
+        encoder, spelled = tokenizer, parts
+    else:
+        split = [marks.split(part) for part in parts]
+        _, encoder, spell = _encode(tokenizer, marks, [piece for part in split for piece in part])
+        spelled = ["".join(map(spell, part)) for part in split]
+    ids, offsets = encoder.encode_offsets("".join(spelled))
+    is_answer = np.repeat([n % 2 == 1 for n in range(len(parts))], list(map(len, spelled)))
+    before = np.concatenate([[0], np.cumsum(is_answer)])
+    return ids, [bool(before[end] > before[begin]) for begin, end in offsets]
+
+
+def _rendered(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    template: str | None,
+    add_generation_prompt: bool,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None,
+    **kwargs: Any,
+) -> tuple[str, _Marks | None]:
+    """The text of a chat with marks for special tokens; without special tokens there are none."""
     template = template if template is not None else _choose_template(tokenizer, tools)
     strings = tokenizer.special_token_strings - {""}
     marks = _marks(strings) if strings else None
@@ -226,13 +308,13 @@ def encode_chat(
     if marks is not None:
         special = {name: marks.put(text) for name, text in special.items()}
     variables = _variables(messages, tools, documents, add_generation_prompt, special)
-    text = _render(template, variables | _plain_items(kwargs), marks)
-    if marks is None:
-        return tokenizer.encode(text, add_special_tokens=False)
-    return _encode(tokenizer, marks, marks.split(text))
+    return _render(template, variables | _plain_items(kwargs), marks), marks
 
 
-def _encode(tokenizer: Tokenizer, marks: _Marks, pieces: Sequence[tuple[str, bool]]) -> list[int]:
+def _encode(
+    tokenizer: Tokenizer, marks: _Marks, pieces: Sequence[tuple[str, bool]]
+) -> tuple[list[int], Tokenizer | PlainTokenizer, Callable[[tuple[str, bool]], str]]:
+    """The ids, what encodes them, and how a piece is spelled for it."""
     spans, length = [], 0
     for piece, special in pieces:
         if special:
@@ -244,9 +326,13 @@ def _encode(tokenizer: Tokenizer, marks: _Marks, pieces: Sequence[tuple[str, boo
         wanted = [tokenizer.token_to_id(piece) for piece, special in pieces if special]
         # A tokenizer may rewrite a text into a special token's string.
         if [i for i in ids if i in tokenizer.special_token_ids] == wanted:
-            return ids
+            return ids, tokenizer, itemgetter(0)
     plain = tokenizer.plain
-    return plain.encode("".join(plain.mark[p] if special else p for p, special in pieces))
+
+    def spell(piece: tuple[str, bool]) -> str:
+        return plain.mark[piece[0]] if piece[1] else piece[0]
+
+    return plain.encode("".join(map(spell, pieces))), plain, spell
 
 
 def _choose_template(tokenizer: Tokenizer, tools: Any) -> str:

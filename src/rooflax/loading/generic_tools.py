@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from rooflax.errors import CheckpointError, RequestError
+from rooflax.loading.chat_template import names
 from rooflax.loading.messages import encode
 from rooflax.loading.tokenizer import Tokenizer
 
@@ -29,6 +30,48 @@ For each function call, return a json object with function name and arguments wi
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
 _SYSTEMS = ("system", "developer")
+
+
+def shows_tools(
+    tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None, template: str | None = None
+) -> bool:
+    """Whether a chat template writes tools, or without any the calls of earlier answers.
+
+    Args:
+        template: in place of the tokenizer's own.
+    """
+    found = template if template is not None else tokenizer.chat_template
+    if not tools:
+        return "tool_calls" in (found or "")
+    has_own = template is None and "tool_use" in tokenizer.chat_templates
+    return has_own or "tools" in names(found).variables
+
+
+def as_text(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+) -> list[dict[str, Any]]:
+    """Repaired messages with tools in the first system message, and calls and results as text."""
+    plain = _plain(messages)
+    if not tools or not plain:
+        return plain
+    first, rest = _system(plain)
+    return [_stating(first, tools), *rest]
+
+
+def _system(plain: list[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The first system message, blank where there is none, and the others."""
+    if plain[0].get("role") in _SYSTEMS and isinstance(plain[0].get("content"), str):
+        return plain[0], plain[1:]
+    return {"role": "system", "content": ""}, plain
+
+
+def _stating(first: dict[str, Any], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {**first, "content": "\n\n".join(filter(None, (first["content"], _stated(tools))))}
+
+
+def _stated(tools: Sequence[Mapping[str, Any]]) -> str:
+    lines = "\n".join(json.dumps(each, ensure_ascii=False) for each in tools)
+    return _STATED.format(tools=lines)
 
 
 def encode_as_text(
@@ -53,26 +96,23 @@ def encode_as_text(
     plain = _plain(messages)
     if not tools or not plain:
         return encode(tokenizer, plain, **variables)
-    stated = _STATED.format(tools="\n".join(json.dumps(each, ensure_ascii=False) for each in tools))
-    has_system = plain[0].get("role") in _SYSTEMS and isinstance(plain[0].get("content"), str)
-    first = plain[0] if has_system else {"role": "system", "content": ""}
-    rest = plain[1:] if has_system else plain
+    first, rest = _system(plain)
 
-    def in_system(text: str) -> list[int]:
-        content = "\n\n".join(filter(None, (first["content"], text)))
-        return encode(tokenizer, [{**first, "content": content}, *rest], **variables)
+    def encoded(first: dict[str, Any]) -> list[int]:
+        return encode(tokenizer, [first, *rest], **variables)
 
     shown: list[int] | None = None
     with suppress(RequestError):
-        shown = in_system(stated)
+        shown = encoded(_stating(first, tools))
     with suppress(RequestError, CheckpointError):  # of a template that wants no blanks
-        if shown is not None and shown == in_system(" "):
+        blank = "\n\n".join(filter(None, (first["content"], " ")))
+        if shown is not None and shown == encoded({**first, "content": blank}):
             shown = None
     users = (n for n, each in enumerate(plain) if each.get("role") == "user")
     at = next((n for n in users if isinstance(plain[n].get("content"), str)), None)
     if shown is not None or at is None:
-        return in_system(stated) if shown is None else shown
-    user = {**plain[at], "content": f"{stated}\n\n{plain[at]['content']}"}
+        return encoded(_stating(first, tools)) if shown is None else shown
+    user = {**plain[at], "content": f"{_stated(tools)}\n\n{plain[at]['content']}"}
     return encode(tokenizer, [*plain[:at], user, *plain[at + 1 :]], **variables)
 
 

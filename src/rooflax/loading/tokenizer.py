@@ -187,6 +187,13 @@ class Tokenizer:
             whole = self._tokenizer.post_process(first, second[0] if second else None)
             return whole.ids, whole.type_ids
 
+    def encode_offsets(
+        self, text: str, *, add_special_tokens: bool = False
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids as `encode` gives them, and from where to where each one's characters are."""
+        found = _encoding(self._tokenizer, text, add_special_tokens)
+        return found.ids, found.offsets
+
     def encode_plain(self, text: str) -> list[int]:
         """Token ids of a text in which nothing is special: `"<s>"` is three characters."""
         return self.plain.encode(text)
@@ -258,7 +265,14 @@ class PlainTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without BOS; `mark`ed strings become their special tokens."""
-        ids = _encode(self._tokenizer, text, False)
+        return self._real(_encode(self._tokenizer, text, False))
+
+    def encode_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids as `encode` gives them, and from where to where each one's characters are."""
+        found = _encoding(self._tokenizer, text, False)
+        return self._real(found.ids), found.offsets
+
+    def _real(self, ids: list[int]) -> list[int]:
         return [self._real_id.get(token_id, token_id) for token_id in ids]
 
 

@@ -28,6 +28,11 @@ def anonymous_bytes() -> int | None:
     return _field(Path("/proc/self/status"), "RssAnon")
 
 
+def rss_bytes() -> int | None:
+    """VmRSS: what this process has resident, mapped files included."""
+    return _field(Path("/proc/self/status"), "VmRSS")
+
+
 def peak_rss_bytes() -> int | None:
     """VmHWM: the most this process has had resident, mapped files included."""
     return _field(Path("/proc/self/status"), "VmHWM")

@@ -1,7 +1,7 @@
-"""Collecting documents: from a folder, from text and JSONL files.
+"""Collecting documents: texts of a folder, text files, rows of JSONL files.
 
-A document is a name and a text. The order and the held-out split depend on names alone, so that
-the same files give the same corpus on every machine. Nothing here knows tokens.
+The order and the held-out split depend on names alone, so that the same files give the same corpus
+on every machine. Nothing here knows tokens.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from rooflax.errors import RequestError
 from rooflax.files import read_regular
@@ -33,6 +34,46 @@ class Document:
     @property
     def num_bytes(self) -> int:
         return len(self.text.encode("utf-8"))
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A row of `messages`, or of a `prompt` and a `completion` that are lists of messages.
+
+    Attributes:
+        name: of its line, such as "chats.jsonl:3".
+        where: the line as errors name it.
+        num_prompt: how many messages are the prompt; None is all but the last.
+        tools: JSON schemas of functions.
+    """
+
+    name: str
+    where: str
+    messages: tuple[dict[str, Any], ...]
+    num_prompt: int | None = None
+    tools: tuple[dict[str, Any], ...] | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A row of a `prompt` and a `completion` that are texts."""
+
+    name: str
+    where: str
+    prompt: str
+    completion: str
+
+
+Row = Document | Conversation | Completion
+PARTS = ("train", "valid", "test")
+AnyRow = TypeVar("AnyRow", bound=Row)
+
+
+def dataset_files(folder: Path) -> dict[str, Path]:
+    """The files train.jsonl, valid.jsonl and test.jsonl of a folder that has the first, by part."""
+    files = {part: folder / f"{part}.jsonl" for part in PARTS}
+    found = {part: path for part, path in files.items() if path.is_file()}
+    return found if "train" in found else {}
 
 
 def folder_documents(
@@ -60,14 +101,16 @@ def folder_documents(
             yield Document(path.as_posix(), text)
 
 
-def file_documents(paths: Sequence[Path], *, field: str = "text") -> Iterator[Document]:
-    """Documents from files: each line of a .jsonl is one, any other file is one.
+def file_documents(paths: Sequence[Path], *, field: str | None = None) -> Iterator[Row]:
+    """Rows of files: each line of a .jsonl is one, of the kind that its keys say; any other file is
+    a document.
 
     Args:
-        field: key of the text in a JSONL line.
+        field: key of the text in a JSONL line, whatever other keys there are; None looks for
+            `messages` (and `tools`), then `prompt` and `completion`, then `text`.
 
     Raises:
-        RequestError: a file is missing or not UTF-8, or a line is not an object with that key.
+        RequestError: a file is missing or not UTF-8, or a line is no row.
     """
     for path in paths:
         try:
@@ -77,7 +120,7 @@ def file_documents(paths: Sequence[Path], *, field: str = "text") -> Iterator[Do
         except UnicodeDecodeError:
             raise RequestError(f"{path} is not UTF-8; convert it first.") from None
         if path.suffix == ".jsonl":
-            yield from _jsonl_documents(path, text, field)
+            yield from _jsonl_rows(path, text, field)
         elif text:
             yield Document(path.name, text)
 
@@ -93,11 +136,11 @@ def is_held_out(name: str, fraction: float = HELD_OUT_FRACTION) -> bool:
 
 
 def split_held_out(
-    documents: Iterable[Document], fraction: float = HELD_OUT_FRACTION
-) -> tuple[list[Document], list[Document]]:
+    documents: Iterable[AnyRow], fraction: float = HELD_OUT_FRACTION
+) -> tuple[list[AnyRow], list[AnyRow]]:
     """(training, held-out) documents, each in the given order."""
-    training: list[Document] = []
-    held_out: list[Document] = []
+    training: list[AnyRow] = []
+    held_out: list[AnyRow] = []
     for document in documents:
         (held_out if is_held_out(document.name, fraction) else training).append(document)
     return training, held_out
@@ -110,20 +153,54 @@ def _read_text(path: Path) -> str | None:
         return None
 
 
-def _jsonl_documents(path: Path, text: str, field: str) -> Iterator[Document]:
+def _jsonl_rows(path: Path, text: str, field: str | None) -> Iterator[Row]:
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
+        name, where = f"{path.name}:{number}", f"line {number} of {path}"
         try:
-            value = json.loads(line)[field]
-        except (ValueError, KeyError, TypeError, RecursionError):
+            value = json.loads(line)
+        except (ValueError, RecursionError):
             value = None
-        if not isinstance(value, str) or not _is_unicode(value):
-            raise RequestError(
-                f"line {number} of {path} is not a JSON object with a string under {field!r}."
-            )
-        if value:
-            yield Document(f"{path.name}:{number}", value)
+        row = _row(value, name, where, field) if isinstance(value, dict) else None
+        if row is None:
+            wanted = f"a string under {field or 'text'!r}"
+            if field is None:
+                wanted = f"messages, a prompt and a completion, or {wanted} (see --text-field)"
+            raise RequestError(f"{where} is not a JSON object with {wanted}.")
+        if not isinstance(row, Document) or row.text:
+            yield row
+
+
+def _row(value: dict[str, Any], name: str, where: str, field: str | None) -> Row | None:
+    """A line's row, by its keys; None without any that is known."""
+    if field is None and "messages" in value:
+        tools = value.get("tools")
+        if tools is not None and not _are_objects(tools):
+            raise RequestError(f"{where} has tools that are not a list of JSON objects.")
+        messages = _messages(value, "messages", where)
+        return Conversation(name, where, messages, None, tuple(tools) if tools else None)
+    if field is None and {"prompt", "completion"} <= value.keys():
+        prompt, completion = value["prompt"], value["completion"]
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return Completion(name, where, prompt, completion)
+        before = _messages(value, "prompt", where)
+        return Conversation(
+            name, where, before + _messages(value, "completion", where), len(before)
+        )
+    found = value.get(field or "text")
+    return Document(name, found) if isinstance(found, str) and _is_unicode(found) else None
+
+
+def _messages(value: dict[str, Any], key: str, where: str) -> tuple[dict[str, Any], ...]:
+    found = value[key]
+    if _are_objects(found) and found and all(isinstance(m.get("role"), str) for m in found):
+        return tuple(found)
+    raise RequestError(f"{where} has {key} that are not a list of objects, each with a role.")
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, dict) for each in value)
 
 
 def _is_unicode(text: str) -> bool:

@@ -1,5 +1,6 @@
-"""From documents to training batches: one file of token ids, cut into packed rows.
+"""From documents to training batches: a file of token ids, packed into rows.
 
+A second file says of each token whether a document begins with it, and whether it is trained.
 Which rows a step sees is a pure function of (seed, step), so that resuming needs nothing but the
 step's number. This module knows token ids, no model and no jax.
 """
@@ -8,7 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -23,34 +25,55 @@ ENCODE_AT_ONCE = 256  # documents
 DTYPES = ("uint16", "uint32")
 
 
+STARTS, TRAINED = 1, 2
+"""Bits of a token's flags: a document begins with it; it is a target."""
+
+
+class Encoded(NamedTuple):
+    """A document as tokens.
+
+    Attributes:
+        trained: whether each token is a target; None is all of them. The first one never is: no
+            token is before it.
+        num_bytes: UTF-8 bytes of the text that trained tokens stand for.
+    """
+
+    ids: Sequence[int]
+    trained: Sequence[bool] | None
+    num_bytes: int
+
+
 @dataclass(frozen=True)
 class CorpusInfo:
     """What is known of a token file.
 
     Attributes:
         dtype: "uint16" or "uint32".
-        num_tokens: separators included.
-        num_bytes: UTF-8 bytes of the texts.
-        separator: id of the token that ends each document.
+        num_tokens: all of them.
+        num_trained: those that are targets.
+        num_bytes: UTF-8 bytes of the text that these stand for.
+        is_whole: a row holds whole documents, so that none is cut; else rows are cut anywhere.
     """
 
     dtype: str
     num_tokens: int
+    num_trained: int
     num_documents: int
     num_bytes: int
-    separator: int
+    is_whole: bool = False
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token ids of many documents, each ended by the separator, memory-mapped."""
+    """Token ids of many documents and their flags, memory-mapped."""
 
     tokens: np.ndarray
+    flags: np.ndarray
     info: CorpusInfo
 
     @property
     def tokens_per_byte(self) -> float:
-        return self.info.num_tokens / max(self.info.num_bytes, 1)
+        return self.info.num_trained / max(self.info.num_bytes, 1)
 
     def bits_per_byte(self, loss: float) -> float:
         """A mean loss in nats per token, as bits per byte of text."""
@@ -62,7 +85,7 @@ class PackedBatch(NamedTuple):
 
     Attributes:
         tokens, targets: [rows, seq] int32; targets[i] follows tokens[i] in the corpus.
-        mask: [rows, seq] float32; 0 where the target belongs to another document.
+        mask: [rows, seq] float32; 0 where the target belongs to another document or is untrained.
         positions: [rows, seq] int32, from 0 in each document.
         segment_ids: [rows, seq] int32, from 0 in each row, one more at each document.
     """
@@ -89,33 +112,44 @@ def separator_of(tokenizer: Any) -> int | None:
     return next((token for token in found if token is not None), tokenizer.eos_id)
 
 
-def write_corpus(path: Path, texts: Iterable[str], tokenizer: Any, separator: int) -> CorpusInfo:
-    """Encodes texts into `path` and describes the file in `path`.json, which is written last.
+def encode_texts(texts: Iterable[str], tokenizer: Any, separator: int) -> Iterator[Encoded]:
+    """Texts as `generate` encodes a prompt, BOS included, each ended by the separator.
 
     Args:
-        tokenizer: a `tokenizers.Tokenizer`; its special tokens are not added.
-        separator: id put after each document; attention does not cross it.
-
-    Raises:
-        RequestError: a document holds the separator.
+        tokenizer: a `tokenizers.Tokenizer`.
     """
-    dtype = "uint16" if tokenizer.get_vocab_size() <= 1 << 16 else "uint32"
-    counts = {"num_tokens": 0, "num_documents": 0, "num_bytes": 0}
-    with replacing(path) as file:
-        for chunk in _chunks(texts, ENCODE_AT_ONCE):
-            for text, encoding in zip(chunk, _encode(tokenizer, chunk), strict=True):
-                if separator in encoding.ids:
-                    raise RequestError(
-                        f"A document holds the token {tokenizer.id_to_token(separator)!r}, which "
-                        f"separates documents, so that attention would end there; take it out, or "
-                        f"give the tokenizer an <|endoftext|> token."
-                    )
-                ids = np.asarray([*encoding.ids, separator], dtype)
-                file.write(ids.tobytes())
-                counts["num_tokens"] += ids.size
-                counts["num_documents"] += 1
-                counts["num_bytes"] += len(text.encode("utf-8"))
-    info = CorpusInfo(dtype=dtype, separator=separator, **counts)
+    for chunk in _chunks(texts, ENCODE_AT_ONCE):
+        for text, encoding in zip(chunk, tokenizer.encode_batch(chunk), strict=True):
+            ids = encoding.ids
+            if not ids or ids[-1] != separator:
+                ids = [*ids, separator]
+            yield Encoded(ids, None, len(text.encode("utf-8")))
+
+
+def write_corpus(
+    path: Path, documents: Iterable[Encoded], vocab_size: int, *, is_whole: bool = False
+) -> CorpusInfo:
+    """Writes `path` and `path`.flags, and describes them in `path`.json, which is written last.
+
+    Args:
+        vocab_size: more than every id.
+        is_whole: rows shall hold whole documents.
+    """
+    dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
+    counts = {"num_tokens": 0, "num_trained": 0, "num_documents": 0, "num_bytes": 0}
+    with replacing(path) as file, replacing(_flags_path(path)) as flags_file:
+        for ids, trained, num_bytes in documents:
+            flags = np.full(len(ids), TRAINED, np.uint8)
+            if trained is not None:
+                flags *= np.asarray(trained, np.uint8)
+            counts["num_trained"] += int(np.count_nonzero(flags))
+            flags[0] |= STARTS
+            file.write(np.asarray(ids, dtype).tobytes())
+            flags_file.write(flags.tobytes())
+            counts["num_tokens"] += len(ids)
+            counts["num_documents"] += 1
+            counts["num_bytes"] += num_bytes
+    info = CorpusInfo(dtype=dtype, is_whole=is_whole, **counts)
     _info_path(path).write_text(json.dumps(asdict(info), indent=2) + "\n", encoding="utf-8")
     return info
 
@@ -131,32 +165,42 @@ def open_corpus(path: Path) -> Corpus:
         if info.dtype not in DTYPES:
             raise ValueError(f"its dtype is {info.dtype!r}, not one of {', '.join(DTYPES)}")
         open_regular(path).close()
+        open_regular(_flags_path(path)).close()
         tokens = np.memmap(path, np.dtype(info.dtype), "r")
+        flags = np.memmap(_flags_path(path), np.uint8, "r")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"cannot open the token file {path}: {error}.") from None
-    if tokens.size != info.num_tokens:
-        raise CheckpointError(
-            f"{path} holds {tokens.size} tokens, but {_info_path(path).name} says "
-            f"{info.num_tokens}; write it again."
-        )
-    return Corpus(tokens, info)
+    for file, size in ((path, tokens.size), (_flags_path(path), flags.size)):
+        if size != info.num_tokens:
+            raise CheckpointError(
+                f"{file} holds {size} tokens, but {_info_path(path).name} says "
+                f"{info.num_tokens}; write it again."
+            )
+    return Corpus(tokens, flags, info)
 
 
 class Rows:
-    """A corpus cut into rows of `seq_len` inputs and their targets, shuffled anew each epoch.
+    """A corpus in rows of `seq_len` inputs and their targets, shuffled anew each epoch.
 
-    Each epoch cuts at another offset, so that no document is always broken at the same place.
+    Where documents may be cut, each epoch cuts at another offset, so that no document is always
+    broken at the same place. Where they stay whole, each row holds what fits.
 
     Args:
         called: what a sentence calls the corpus.
 
     Raises:
-        RequestError: the corpus is too short for one row.
+        RequestError: the corpus is too short for one row, or a whole document too long.
     """
 
     def __init__(self, corpus: Corpus, seq_len: int, seed: int = 0, *, called: str = "corpus"):
         self.corpus, self.seq_len, self.seed = corpus, seq_len, seed
-        self.num_rows = (corpus.tokens.size - seq_len) // seq_len
+        self._whole: list[list[tuple[int, int]]] = []
+        if corpus.info.is_whole:
+            starts = np.flatnonzero(corpus.flags & STARTS)
+            self._whole = fit(starts, np.diff(starts, append=corpus.tokens.size), seq_len + 1)
+            self.num_rows = len(self._whole)
+        else:
+            self.num_rows = (corpus.tokens.size - seq_len) // seq_len
         if self.num_rows < 1:
             raise RequestError(
                 f"the {called} has {corpus.tokens.size} tokens; rows of {seq_len} need at least "
@@ -166,12 +210,12 @@ class Rows:
 
     def batch(self, step: int, batch_size: int) -> PackedBatch:
         """The rows of step `step`, counted from 0: a pure function of (seed, step)."""
-        starts = []
+        rows = []
         for number in range(step * batch_size, (step + 1) * batch_size):
             epoch, index = divmod(number, self.num_rows)
             order, offset = self._epoch(epoch)
-            starts.append(offset + int(order[index]) * self.seq_len)
-        return self._pack(starts)
+            rows.append((int(order[index]), offset))
+        return self._pack(rows)
 
     def spread(self, num_batches: int | None, batch_size: int) -> Iterator[PackedBatch]:
         """Batches spread evenly over the corpus, in order, the same each time (for evaluation).
@@ -181,11 +225,11 @@ class Rows:
         """
         wanted = self.num_rows if num_batches is None else num_batches * batch_size
         wanted = min(wanted, self.num_rows)
-        rows = [index * self.num_rows // wanted for index in range(wanted)]
+        rows = [(index * self.num_rows // wanted, 0) for index in range(wanted)]
         for first in range(0, wanted, batch_size):
-            starts = [row * self.seq_len for row in rows[first : first + batch_size]]
-            missing = batch_size - len(starts)
-            batch = self._pack(starts + [0] * missing)
+            some = rows[first : first + batch_size]
+            missing = batch_size - len(some)
+            batch = self._pack(some + [(0, 0)] * missing)
             batch.mask[batch_size - missing :] = 0.0
             yield batch
 
@@ -194,38 +238,88 @@ class Rows:
         offset = int(rng.integers(self.seq_len))
         return rng.permutation(self.num_rows), offset
 
-    def _pack(self, starts: list[int]) -> PackedBatch:
-        length = self.seq_len + 1
-        rows = np.stack([self.corpus.tokens[s : s + length] for s in starts]).astype(np.int32)
-        return pack(rows, self.corpus.info.separator)
+    def _pack(self, rows: list[tuple[int, int]]) -> PackedBatch:
+        """The rows of some numbers, each cut at an offset."""
+        ids = np.zeros((len(rows), self.seq_len + 1), np.int32)
+        flags = np.full(ids.shape, STARTS, np.uint8)  # what stays empty is nobody's
+        for row, (number, offset) in enumerate(rows):
+            start = number * self.seq_len + offset
+            spans = self._whole[number] if self._whole else [(start, self.seq_len + 1)]
+            at = 0
+            for start, length in spans:
+                ids[row, at : at + length] = self.corpus.tokens[start : start + length]
+                flags[row, at : at + length] = self.corpus.flags[start : start + length]
+                at += length
+        return pack(ids, flags)
 
 
-def pack(rows: np.ndarray, separator: int) -> PackedBatch:
-    """Rows of `seq + 1` ids as a batch: segments, positions and mask from the separators.
+def fit(starts: np.ndarray, lengths: np.ndarray, room: int) -> list[list[tuple[int, int]]]:
+    """Documents put into rows, the longest first, each where the least room is left over.
 
-    A separator belongs to the document it ends: it is predicted, and predicts nothing.
+    Args:
+        room: tokens of a row.
+
+    Returns:
+        Of each row the (start, length) of its documents.
+
+    Raises:
+        RequestError: a document is longer than that.
+
+    Source: Ding et al., Fewer Truncations Improve Language Modeling, 2024.
+    """
+    if lengths.size and lengths.max() > room:
+        raise RequestError(
+            f"a document has {lengths.max()} tokens; rows have room for {room}: raise seq_len."
+        )
+    rows: list[list[tuple[int, int]]] = []
+    by_room: dict[int, list[int]] = {}
+    rooms: list[int] = []
+    for index in np.argsort(-lengths, kind="stable"):
+        start, length = int(starts[index]), int(lengths[index])
+        at = bisect_left(rooms, length)
+        if at == len(rooms):
+            row, left = len(rows), room
+            rows.append([])
+        else:
+            left = rooms[at]
+            row = by_room[left].pop()
+            if not by_room[left]:
+                del rooms[at]
+        rows[row].append((start, length))
+        left -= length
+        if not by_room.setdefault(left, []):
+            insort(rooms, left)
+        by_room[left].append(row)
+    return rows
+
+
+def pack(rows: np.ndarray, flags: np.ndarray) -> PackedBatch:
+    """Rows of `seq + 1` ids and their flags as a batch: segments, positions and mask.
+
+    A document's last token is predicted, and predicts nothing.
     """
     tokens, targets = rows[:, :-1], rows[:, 1:]
-    ends = tokens == separator
-    starts = np.zeros_like(ends)
-    starts[:, 1:] = ends[:, :-1]
+    is_start = (flags & STARTS).astype(bool)
+    starts = is_start[:, :-1].copy()
+    starts[:, 0] = False
     index = np.arange(tokens.shape[1], dtype=np.int32)[None, :]
     first = np.maximum.accumulate(np.where(starts, index, 0), axis=1)
+    is_target = (flags[:, 1:] & TRAINED).astype(bool) & ~is_start[:, 1:]
     return PackedBatch(
         tokens=np.ascontiguousarray(tokens),
         targets=np.ascontiguousarray(targets),
-        mask=(~ends).astype(np.float32),
+        mask=is_target.astype(np.float32),
         positions=(index - first).astype(np.int32),
         segment_ids=np.cumsum(starts, axis=1, dtype=np.int32),
     )
 
 
+def _flags_path(path: Path) -> Path:
+    return path.with_name(path.name + ".flags")
+
+
 def _info_path(path: Path) -> Path:
     return path.with_name(path.name + ".json")
-
-
-def _encode(tokenizer: Any, texts: list[str]) -> list[Any]:
-    return tokenizer.encode_batch(texts, add_special_tokens=False)
 
 
 def _chunks(items: Iterable[str], size: int) -> Iterator[list[str]]:

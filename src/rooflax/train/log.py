@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,12 @@ class TrainLog:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def best_held_out(lines: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+    """The line of the lowest held-out loss that was taken on the way, the first of equal ones."""
+    taken = [line for line in lines if line.get("whole") is False]
+    return min(taken, key=lambda line: line["held_out_loss"], default=None)
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

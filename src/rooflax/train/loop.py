@@ -10,6 +10,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,9 @@ from rooflax.train.checkpoint import (
 )
 from rooflax.train.config import TrainConfig
 from rooflax.train.data import Corpus, Rows
-from rooflax.train.log import TrainLog, read_log
+from rooflax.train.log import TrainLog, best_held_out, read_log
 from rooflax.train.plot import plot_curves
+from rooflax.train.report import write_report
 from rooflax.train.step import (
     TrainState,
     init_state,
@@ -55,8 +57,11 @@ class TrainResult:
         tokens: tokens seen.
         loss: of the last step; None if there was none.
         held_out_loss, bits_per_byte: over all held-out rows; None if interrupted or without any.
+        test_loss: over all rows to test; None if interrupted or without any.
         interrupted: stopped by SIGINT; a checkpoint was saved.
         was_complete: the folder held the whole run already, and nothing was trained.
+        best_step: whose weights the model has, if that is not the last step.
+        stopped_early: held-out losses did not fall any more (`patience`).
     """
 
     model: Model
@@ -67,6 +72,9 @@ class TrainResult:
     bits_per_byte: float | None
     interrupted: bool
     was_complete: bool
+    test_loss: float | None = None
+    best_step: int | None = None
+    stopped_early: bool = False
 
 
 def run_training(
@@ -76,7 +84,9 @@ def run_training(
     held_out: Corpus | None,
     folder: Path,
     *,
+    test: Corpus | None = None,
     progress: bool | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> TrainResult:
     """Trains a model, resuming from the folder's newest checkpoint if there is one.
 
@@ -86,8 +96,10 @@ def run_training(
     Args:
         model: where to start; its weights are copied. A resumed run takes only its architecture.
         held_out: for held-out losses; None does without.
+        test: for one loss at the end.
         folder: of this run, outside of which nothing is written.
         progress: show a bar on stderr; None shows it on a terminal.
+        say: takes a line whenever there is something to know: where a run goes on, held-out losses.
 
     Raises:
         RequestError: settings that do not fit the corpus, the model or the checkpoint; or another
@@ -98,7 +110,14 @@ def run_training(
     check_not_forked()
     check_trainable(model)
     with only_writer(folder, folder / ".run.lock", makes_folders=True):
-        return _Run(model, config, training, held_out, folder).train(progress)
+        run = _Run(model, config, training, held_out, test, folder, say)
+        return run.train(progress)
+
+
+def resolved(config: TrainConfig, training: Corpus) -> TrainConfig:
+    """The settings with their length in steps."""
+    num_rows = 0 if config.epochs is None else Rows(training, config.seq_len).num_rows
+    return config.resolved(num_rows)
 
 
 def check_trainable(model: Model) -> None:
@@ -153,18 +172,21 @@ class _Run:
         config: TrainConfig,
         training: Corpus,
         held_out: Corpus | None,
+        test: Corpus | None,
         folder: Path,
+        say: Callable[[str], None] | None,
     ):
-        self.config, self.folder, self.held_out = config, folder, held_out
         check_seq_len(config, model.max_model_len)
+        config = resolved(config, training)
+        self.config, self.folder, self.held_out = config, folder, held_out
+        self._say = say
+        if (config.patience or config.save_best) and held_out is None:
+            raise RequestError("`patience` and `save_best` need held-out rows, and there are none.")
         _check_ids(model, training, "corpus")
-        if held_out is not None:
-            _check_ids(model, held_out, "held-out corpus")
         self.model = model.stacked() if config.layers == "scan" else model
         self.rows = Rows(training, config.seq_len, config.seed)
-        self.held_out_rows = None
-        if held_out is not None:
-            self.held_out_rows = Rows(held_out, config.seq_len, called="held-out corpus")
+        self.held_out_rows = self._other_rows(held_out, "held-out corpus")
+        self.test_rows = self._other_rows(test, "corpus to test on")
         self.optimizer = make_optimizer(model.table, self.model.weights, config)
         self.train_step = make_train_step(self.model, self.optimizer, config)
         self.eval_step = make_eval_step(self.model, config)
@@ -174,6 +196,17 @@ class _Run:
         self.state, position = self._start()
         self.step = int(self.state.step)
         self.log = TrainLog(folder / "log.jsonl", position)
+        lines = read_log(folder / "log.jsonl")
+        self.held_out_lines = [line for line in lines if line.get("whole") is False]
+        settings = [line["settings"] for line in lines if "settings" in line]
+        if settings[-1:] != [config.to_json()]:
+            self.log.write({"step": self.step, "settings": config.to_json()})
+
+    def _other_rows(self, corpus: Corpus | None, called: str) -> Rows | None:
+        if corpus is None:
+            return None
+        _check_ids(self.model, corpus, called)
+        return Rows(corpus, self.config.seq_len, called=called)
 
     @property
     def architecture(self) -> dict[str, Any]:
@@ -196,21 +229,52 @@ class _Run:
         self.config.check_same(info["config"])
         check_same_model(info.get("model"), self.architecture)
         self.loss, self.saved_step = info["loss"], info["step"]
-        return load_state(found[-1], state), info["log_position"]
+        state = load_state(found[-1], state)
+        self.say_resumed(info)
+        return state, info["log_position"]
+
+    def say(self, line: str) -> None:
+        """A line above the bar."""
+        if self._say is not None:
+            from tqdm import tqdm
+
+            with tqdm.external_write_mode(file=sys.stderr):
+                self._say(line)
+
+    def say_resumed(self, info: dict[str, Any]) -> None:
+        step, steps, before = info["step"], self.config.num_steps, info["config"]["steps"]
+        if step < steps:
+            self.say(f"goes on from step {step:,} of {steps:,}")
+        if steps != before:
+            saved = {name: info["config"][name] for name in ("steps", "warmup_steps")}
+            old = learning_rate(replace(self.config, **saved))
+            self.say(
+                f"the run was for {before:,} steps: the learning rate, {float(old(step - 1)):.3g} "
+                f"in the last step, goes on at {float(self.rate(step)):.3g} by the schedule of "
+                f"{steps:,} steps"
+            )
 
     def train(self, progress: bool | None) -> TrainResult:
         """All steps that are left, unless SIGINT comes."""
         num_steps = self.config.num_steps
-        was_complete = self.step >= num_steps
+        was_complete = self.step >= num_steps or self.has_lost_patience
         with contextlib.closing(self.log), stop_asked() as stop, self.bar(progress) as bar:
-            while self.step < num_steps and not stop():
+            if self.step == 0 and self.config.eval_every:
+                self.watch()
+            while self.step < num_steps and not self.has_lost_patience and not stop():
                 self.advance(bar)
-            interrupted = self.step < num_steps
+            interrupted = self.step < num_steps and not self.has_lost_patience
+            if self.config.save_best and not interrupted and not was_complete:
+                self.watch()
             self.save()
-            held_out_loss = None if interrupted else self.evaluate(None)
+            self.take_best(interrupted)
+            held_out_loss = test_loss = None
             if not interrupted:
+                held_out_loss = self.evaluate(self.held_out_rows, None)
                 self.log_held_out(held_out_loss, whole=True)
-        return self.result(held_out_loss, interrupted, was_complete)
+                test_loss = self.evaluate(self.test_rows, None)
+        result = self.result(held_out_loss, interrupted, was_complete)
+        return replace(result, test_loss=test_loss)
 
     def advance(self, bar: Any) -> None:
         """One step, and what is due after it."""
@@ -237,19 +301,59 @@ class _Run:
         bar.update(1)
         bar.set_postfix_str(f"loss {self.loss:.3f}", refresh=False)
         if self._due(self.config.eval_every):
-            self.log_held_out(self.evaluate(self.config.eval_batches), whole=False)
+            self.watch()
         if self._due(self.config.checkpoint_every):
             self.save()
+
+    def watch(self) -> None:
+        """A held-out loss on the way, unless this step has one."""
+        if self.held_out_lines and self.held_out_lines[-1]["step"] == self.step:
+            return
+        loss = self.evaluate(self.held_out_rows, self.config.eval_batches)
+        if loss is None:
+            return
+        self.log_held_out(loss, whole=False)
+        best = self.best()
+        is_best = best["step"] == self.step
+        said = "the best so far" if is_best else (
+            f"the best was {best['held_out_loss']:.4f} at step {best['step']:,}"
+        )  # fmt: skip
+        training = "" if self.loss is None else f"loss {self.loss:.4f}, "
+        if self.step == 0:
+            said = "before training"
+        self.say(f"step {self.step:,}: {training}held-out loss {loss:.4f} ({said})")
+        if is_best and self.config.save_best:
+            save_checkpoint(self.folder / "best", self.weights_alone(), {}, keep=1)
+
+    def best(self) -> dict[str, Any]:
+        return best_held_out(self.held_out_lines) or {"step": self.step}
+
+    @property
+    def has_lost_patience(self) -> bool:
+        """Whether the best of the held-out losses has been followed by enough others."""
+        after = [line for line in self.held_out_lines if line["step"] > self.best()["step"]]
+        return self.config.patience is not None and len(after) >= self.config.patience
+
+    def weights_alone(self) -> TrainState:
+        return TrainState(self.state.weights, (), self.state.step)
+
+    def take_best(self, interrupted: bool) -> None:
+        """The weights of the best held-out loss in place of the last, where that is asked for."""
+        if self.config.save_best and not interrupted and self.best()["step"] != self.step:
+            (found,) = list_checkpoints(self.folder / "best")
+            self.state = replace(
+                self.state, weights=load_state(found, self.weights_alone()).weights
+            )
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0 and self.step < self.config.num_steps
 
-    def evaluate(self, num_batches: int | None) -> float | None:
-        """Mean held-out loss in nats per token; None without held-out rows."""
-        if self.held_out_rows is None:
+    def evaluate(self, rows: Rows | None, num_batches: int | None) -> float | None:
+        """Mean loss of rows in nats per token; None without any."""
+        if rows is None:
             return None
         total = count = 0.0
-        for batch in self.held_out_rows.spread(num_batches, self.config.batch_size):
+        for batch in rows.spread(num_batches, self.config.batch_size):
             loss, tokens = self.eval_step(self.state.weights, self.model.rope, batch)
             total, count = total + float(loss), count + float(tokens)
         return total / max(count, 1.0)
@@ -257,15 +361,16 @@ class _Run:
     def log_held_out(self, loss: float | None, *, whole: bool) -> None:
         if loss is None or self.held_out is None:
             return
-        self.log.write(
-            {
-                "step": self.step,
-                "tokens": self.step * self.config.tokens_per_step,
-                "held_out_loss": loss,
-                "bits_per_byte": self.held_out.bits_per_byte(loss),
-                "whole": whole,
-            }
-        )
+        line = {
+            "step": self.step,
+            "tokens": self.step * self.config.tokens_per_step,
+            "held_out_loss": loss,
+            "bits_per_byte": self.held_out.bits_per_byte(loss),
+            "whole": whole,
+        }
+        self.log.write(line)
+        if not whole:
+            self.held_out_lines.append(line)
 
     def save(self) -> None:
         """A checkpoint of this step, unless there is one."""
@@ -308,14 +413,18 @@ class _Run:
             bits_per_byte=bits,
             interrupted=interrupted,
             was_complete=was_complete,
+            best_step=self.best()["step"] if self.config.save_best and not interrupted else None,
+            stopped_early=self.has_lost_patience,
         )
 
 
-def write_curves(folder: Path) -> None:
-    """Draws a run's log as `curves.png`; says so in one line where matplotlib is missing."""
+def write_curves(folder: Path) -> list[Path]:
+    """A run's log as `report.html`, and as `curves.png` where matplotlib is installed."""
     lines = read_log(folder / "log.jsonl")
-    if lines and not plot_curves(lines, folder / "curves.png"):
-        sys.stderr.write("no curves.png: matplotlib is not installed (pip install matplotlib)\n")
+    page, picture = folder / "report.html", folder / "curves.png"
+    write_report(lines, page)
+    has_steps = any("loss" in line for line in lines)
+    return [page, picture] if has_steps and plot_curves(lines, picture) else [page]
 
 
 def check_seq_len(config: TrainConfig, most: int) -> None:

@@ -118,7 +118,15 @@ COMMANDS = {
             "--learning-rate": ["0.5"],
             "--min-lr-ratio": ["0.5"],
             "--warmup-steps": ["3"],
-            "--weight-decay": ["0"],
+            "--weight-decay": ["0.2"],
+            "--epochs": (["1"], "both --steps and --epochs are given"),
+            "--mask-prompt": ([], "plain text, which has no prompt"),
+            "--assistant-only-loss": ([], "plain text, which has no prompt"),
+            "--truncation": (["some"], "truncation is 'some'"),
+            "--dry-run": [],
+            "--patience": ["2"],
+            "--save-best": [],
+            "--save-dtype": ["float16"],
             "--clip-norm": ["2"],
             "--beta1": ["0.5"],
             "--beta2": ["0.5"],
@@ -252,7 +260,7 @@ def seen(monkeypatch, tmp_path):
         runs = set(kwargs) if isinstance(model, ModelInfo) else {*RUN, *FIND}
         return make_plan(model, **{name: kwargs[name] for name in runs & set(kwargs)})
 
-    def train(model, config, training, held_out, folder, *, progress=None):
+    def train(model, config, training, held_out, folder, *, test=None, progress=None, say=None):
         numbers = (len(training.tokens), None if held_out is None else len(held_out.tokens))
         asked.append(("train", config, numbers, folder, model.config, progress))
         return TrainResult(model, 0, 0, 1.0, None, None, interrupted=False, was_complete=False)
@@ -267,7 +275,7 @@ def seen(monkeypatch, tmp_path):
     monkeypatch.setattr(plan, "make_plan", plan_for)
     monkeypatch.setattr(load, "load", load_model)
     monkeypatch.setattr("rooflax.train.loop.run_training", train)
-    monkeypatch.setattr("rooflax.train.loop.write_curves", lambda folder: None)
+    monkeypatch.setattr("rooflax.train.loop.write_curves", lambda folder: [])
     report = {
         "model": "m", "reference": "r", "options": "o", "prompts": [], "max_relative_error": 0.0,
         "tolerance": 0.0, "equal": True,

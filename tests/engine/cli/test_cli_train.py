@@ -59,6 +59,8 @@ def test_from_scratch_interrupted_resumed_and_continued(rooflax, data, monkeypat
         patch.setattr(loop._Run, "advance", interrupted)
         ran = train(rooflax, *NEW)
     assert (ran.code, ran.out) == (130, "")
+    assert "curves: run/report.html" in ran.err
+    assert "step 0: held-out loss " in ran.err
     assert "interrupted after step 2; the same command goes on" in ran.err
     resumed = json.loads(train(rooflax, *NEW, "--json").out)
     assert {**resumed, "model": 0} == {**wanted, "model": 0}
@@ -73,8 +75,12 @@ def test_from_scratch_interrupted_resumed_and_continued(rooflax, data, monkeypat
     again = train(rooflax, *NEW)
     assert "the run in run was complete after 4 steps; nothing was trained" in again.err
     assert (again.code, (data / "run/log.jsonl").read_text()) == (0, log)
-    longer = train(rooflax, *NEW, "--steps", 8)
-    assert longer.code == 2 and "train on from the model that it saved" in longer.err
+    shorter = train(rooflax, *NEW, "--steps", 3)
+    assert shorter.code == 2 and "a run can be made longer, not shorter" in shorter.err
+    longer = train(rooflax, *NEW, "--steps", 6)
+    assert longer.code == 0, longer.err
+    assert "goes on from step 4 of 6" in longer.err
+    assert "by the schedule of 6 steps" in longer.err
     ran = train(rooflax, "run/model", "--lr", "1e-4", out="tuned")
     assert ran.code == 0, ran.err
     assert "4 steps, 128 tokens, loss " in ran.out
@@ -95,12 +101,53 @@ def test_a_checkpoint_is_trained_gently_unless_told_otherwise(rooflax, data):
 
     settings, rates = run(*NEW, out="run")
     assert (settings["learning_rate"], settings["warmup_steps"]) == (1e-3, 1)
+    assert settings["weight_decay"] == 0.1
     assert rates[0] == max(rates) == pytest.approx(1e-3) and rates[-1] == pytest.approx(1e-4)
     settings, rates = run("run/model", out="tuned")
     assert (settings["learning_rate"], settings["warmup_steps"]) == (2e-5, 1)
+    assert settings["weight_decay"] == 0
     assert rates[0] == max(rates) == pytest.approx(2e-5) and rates[-1] == pytest.approx(2e-6)
     settings, _ = run("run/model", "--lr", 1e-3, "--warmup-steps", 3, out="told")
     assert (settings["learning_rate"], settings["warmup_steps"]) == (1e-3, 3)
+
+
+CHAT = "rooflax-chat-5m"
+
+
+def chats(path, count, **more):
+    with open(path, "w") as file:
+        for number in range(count):
+            texts = (("user", f"Say {number}."), ("assistant", f"It is {number}."))
+            messages = [{"role": role, "content": text} for role, text in texts]
+            file.write(json.dumps({"messages": messages, **more}) + "\n")
+
+
+def test_a_dry_run_states_the_memory_and_trains_nothing(rooflax, data):
+    ran = train(rooflax, CHAT, "--dry-run", "--json")
+    assert ran.code == 0, ran.err
+    found = json.loads(ran.out)
+    assert found["total"] == sum(found["bytes"].values())
+    parts = found["bytes"]
+    assert parts["optimizer moments"] == pytest.approx(
+        2 * parts["trained weights, float32"], rel=1e-3
+    )
+    assert parts["gradients, activations and logits"] > parts["trained weights, float32"]
+    assert not (data / "run/log.jsonl").exists() and not (data / "run/model").exists()
+    assert "in all" in train(rooflax, CHAT, "--dry-run").out
+
+
+def test_epochs_the_best_weights_and_a_type_to_save(rooflax, data):
+    chats(data / "chats.jsonl", 20)
+    ran = rooflax(
+        "train", CHAT, "--data", "chats.jsonl", "--out", "run", "--epochs", 2, "--batch", 2,
+        "--seq-len", 64, "--eval-every", 2, "--save-best", "--save-dtype", "float32", "--json",
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    found = json.loads(ran.out)
+    assert found["best_step"] <= found["steps"] and "held-out loss" in ran.err
+    (best,) = (data / "run/best").iterdir()
+    assert best.name == f"step-{found['best_step']:08d}"
+    assert json.loads((data / "run/model/config.json").read_text())["dtype"] == "float32"
 
 
 def test_jsonl_and_a_given_tokenizer(rooflax, data):
@@ -110,6 +157,56 @@ def test_jsonl_and_a_given_tokenizer(rooflax, data):
     flags = ("--config", "config.json", "--tokenizer", "run/tokenizer", "--text-field", "body")
     ran = train(rooflax, *flags, "--quiet", data="texts.jsonl", out="second")
     assert (ran.code, ran.err) == (0, "")
+
+
+def test_folders_of_chats_with_masks(rooflax, data):
+    (data / "chats").mkdir()
+    for name, count in (("train", 40), ("valid", 6), ("test", 5)):
+        chats(data / f"chats/{name}.jsonl", count)
+    flags = (CHAT, "--assistant-only-loss", "--lr", 1e-3, "--seq-len", 64, "--json")
+    ran = train(rooflax, *flags, data="chats")
+    assert ran.code == 0, ran.err
+    assert "40 documents to train on, 6 held out, 5 to test" in ran.err
+    info = json.loads((data / "run/training.bin.json").read_text())
+    assert 0 < info["num_trained"] < info["num_tokens"] / 2
+    assert f"{info['num_trained']:,} of {info['num_tokens']:,} tokens are trained" in ran.err
+    found = json.loads(ran.out)
+    assert found["held_out_loss"] > 0 and found["test_loss"] > 0
+    assert json.loads(train(rooflax, *flags, data="chats").out) == found
+    (data / "chats/valid.jsonl").unlink()
+    ran = train(rooflax, *flags, data="chats", out="split")
+    assert ran.code == 0, ran.err
+    assert "held out, 5 to test" in ran.err and "40 documents" not in ran.err
+    ran = train(rooflax, CHAT, "--seq-len", 64, data="chats/test.jsonl", out="whole")
+    assert ran.code == 0 and "are trained" not in ran.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "line", "said"),
+    [
+        ((), {"messages": "x"}, "line 4 of rows.jsonl has messages that are not a list"),
+        ((), {"body": "x"}, "line 4 of rows.jsonl is not a JSON object with messages, a prompt"),
+        (("--mask-prompt",), {"messages": [{"role": "user", "content": "x"}]},
+         "line 4 of rows.jsonl has nothing to train on"),
+        ((), {"prompt": "a " * 80, "completion": "b"}, "line 4 of rows.jsonl has "),
+        (("--mask-prompt", "--assistant-only-loss"), {"text": "x"},
+         "both --mask-prompt and --assistant-only-loss are given"),
+        (("--truncation", "some"), {"text": "x"}, "truncation is 'some'"),
+    ],
+)  # fmt: skip
+def test_bad_rows_are_said_with_file_and_line(rooflax, data, flags, line, said):
+    chats(data / "rows.jsonl", 3)
+    with open(data / "rows.jsonl", "a") as file:
+        file.write(json.dumps(line) + "\n")
+    base = (CHAT, "--seq-len", 64, "--held-out-fraction", 0)
+    ran = train(rooflax, *base, *flags, data="rows.jsonl")
+    assert (ran.code, ran.out) == (2, "")
+    assert said in ran.err.splitlines()[-1]
+    assert not list((data / "run").glob("*.bin*"))
+    if "prompt" in line:
+        ran = train(rooflax, *base, "--truncation", "cut", "--mask-prompt", data="rows.jsonl")
+        assert ran.code == 0, ran.err
+        assert "1 row cut to 65 tokens; 1 of them train nothing and are left out" in ran.err
 
 
 @pytest.mark.parametrize(
@@ -127,7 +224,7 @@ def test_jsonl_and_a_given_tokenizer(rooflax, data):
         ((*NEW, "--lr", "nan"), "--learning-rate is nan"),
         ((*NEW, "--remat", "some"), "remat is 'some'"),
         ((*NEW, "--glob", "*.rst"), "holds no text to train on"),
-        ((*NEW, "--held-out-fraction", "1"), "from 0 to below 1"),
+        ((*NEW, "--held-out-fraction", "1"), "at least 0 and below 1"),
         ((*NEW, "--held-out-fraction", "0.9999999"), "documents are held out"),
         ((*NEW, "--seq-len", "64"), "the model takes 32 tokens"),
         ((*NEW, "--text-field", "body"), "is for .jsonl files"),

@@ -437,7 +437,7 @@ class TestResuming:
         assert before == after
 
     def test_with_other_settings(self, folder, corpora):
-        for name, value in (("learning_rate", 0.5), ("steps", 12), ("seed", 3), ("layers", "scan")):
+        for name, value in (("learning_rate", 0.5), ("steps", 8), ("seed", 3), ("layers", "scan")):
             changed = tiny.settings(**CONFIG.to_json() | {name: value})
             self.rejected(folder, corpora, RequestError, rf"^{name} is .*was trained with", changed)
 

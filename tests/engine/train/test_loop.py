@@ -63,6 +63,7 @@ def test_held_out_losses(finished, corpora):
     _, result, log = finished
     lines = [line for line in log if "held_out_loss" in line]
     assert [(line["step"], line["whole"]) for line in lines] == [
+        (0, False),
         (20, False),
         (40, False),
         (50, True),
@@ -74,6 +75,7 @@ def test_held_out_losses(finished, corpora):
     assert losses == sorted(losses, reverse=True)
     assert (result.held_out_loss, result.bits_per_byte) == (losses[-1], lines[-1]["bits_per_byte"])
     # a held-out line follows its step's line
+    assert log[0] == {"step": 0, "settings": CONFIG.to_json()}
     for before, line in itertools.pairwise(log):
         assert "held_out_loss" not in line or before["step"] == line["step"]
 
@@ -168,6 +170,72 @@ def test_a_bar_where_asked_for(corpora, tmp_path, capsys):
     assert "2/2" in err
 
 
+WATCHED = tiny.settings(steps=12, eval_every=2, eval_batches=2, learning_rate=1e-2)
+
+
+def held_out_losses(folder):
+    lines = read_log(folder / "log.jsonl")
+    return {line["step"]: line["held_out_loss"] for line in lines if line.get("whole") is False}
+
+
+def test_held_out_losses_are_said_when_taken(corpora, tmp_path):
+    said = []
+    run_training(tiny.make_model(), WATCHED, *corpora, tmp_path, say=said.append)
+    losses = held_out_losses(tmp_path)
+    assert [*losses] == [0, 2, 4, 6, 8, 10]
+    assert said[0] == f"step 0: held-out loss {losses[0]:.4f} (before training)"
+    assert said[1].startswith("step 2: loss ") and f"held-out loss {losses[2]:.4f} (" in said[1]
+    assert "(the best so far)" in said[-1]
+
+
+def test_a_run_goes_on_and_is_made_longer(corpora, tmp_path):
+    """It says from where, and how the learning rate goes on."""
+    said = []
+    run_training(tiny.make_model(), WATCHED, *corpora, tmp_path)
+    longer = dataclasses.replace(WATCHED, steps=20)
+    result = run_training(tiny.make_model(), longer, *corpora, tmp_path, say=said.append)
+    assert (result.step, result.was_complete) == (20, False)
+    rates = [line["lr"] for line in read_log(tmp_path / "log.jsonl") if "lr" in line]
+    assert rates == [float(learning_rate(WATCHED)(step)) for step in range(12)] + [
+        float(learning_rate(longer)(step)) for step in range(12, 20)
+    ]
+    assert said[0] == "goes on from step 12 of 20"
+    assert said[1] == (
+        f"the run was for 12 steps: the learning rate, {rates[11]:.3g} in the last step, goes on "
+        f"at {rates[12]:.3g} by the schedule of 20 steps"
+    )
+
+
+def test_the_best_weights_are_kept_and_patience_ends(corpora, tmp_path):
+    """At a rate that undoes what was learnt, the best is not the last."""
+    config = dataclasses.replace(
+        WATCHED, steps=60, learning_rate=0.5, warmup_steps=0, patience=2, save_best=True
+    )
+    result = run_training(tiny.make_model(), config, *corpora, tmp_path)
+    losses = held_out_losses(tmp_path)
+    best = min(losses, key=losses.__getitem__)
+    assert result.stopped_early and not result.interrupted
+    assert (result.best_step, result.step) == (best, best + 4)
+    assert [path.name for path in (tmp_path / "best").iterdir()] == [f"step-{best:08d}"]
+    evaluate = make_eval_step(result.model, config)
+    rows = Rows(corpora[1], config.seq_len)
+    sums = [
+        evaluate(result.model.weights, result.model.rope, batch)
+        for batch in rows.spread(config.eval_batches, config.batch_size)
+    ]
+    loss = sum(float(loss) for loss, _ in sums) / sum(float(count) for _, count in sums)
+    assert loss == pytest.approx(losses[best], rel=1e-6)
+    again = run_training(tiny.make_model(), config, *corpora, tmp_path)
+    assert (again.was_complete, again.best_step, again.step) == (True, best, best + 4)
+    assert again.held_out_loss == result.held_out_loss
+
+
+def test_watching_needs_held_out_rows(corpora, tmp_path):
+    config = dataclasses.replace(WATCHED, save_best=True)
+    with pytest.raises(RequestError, match="need held-out rows"):
+        run_training(tiny.make_model(), config, corpora[0], None, tmp_path / "run")
+
+
 def test_in_a_thread(corpora, tmp_path):
     """Where signals are someone else's."""
     found = []
@@ -185,12 +253,18 @@ def test_in_a_thread(corpora, tmp_path):
 def test_curves(finished):
     pytest.importorskip("matplotlib")
     folder, _, log = finished
-    write_curves(folder)
+    assert write_curves(folder) == [folder / "report.html", folder / "curves.png"]
+    page = (folder / "report.html").read_text()
+    best = min(line["held_out_loss"] for line in log if line.get("whole") is False)
+    assert f"best held-out loss {best:.4f} at step 40" in page
+    assert "<script" not in page and page.count("<polyline") == 3
+    assert f"<td>learning_rate</td><td>{CONFIG.learning_rate}</td>" in page
+    (folder / "report.html").unlink()
     picture = (folder / "curves.png").read_bytes()
     assert picture.startswith(b"\x89PNG\r\n\x1a\n")
     assert len(picture) > 10_000
     (folder / "curves.png").unlink()
-    assert plot_curves(log[:1], folder / "curves.png")  # one point, none held out
+    assert plot_curves(log[2:3], folder / "curves.png")  # one point, none held out
     (folder / "curves.png").unlink()
 
 
@@ -199,11 +273,10 @@ def test_without_matplotlib(finished, monkeypatch, capsys):
         if name.split(".")[0] == "matplotlib":
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    write_curves(finished[0])
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err == "no curves.png: matplotlib is not installed (pip install matplotlib)\n"
+    assert write_curves(finished[0]) == [finished[0] / "report.html"]
+    assert capsys.readouterr() == ("", "")
     assert not (finished[0] / "curves.png").exists()
+    (finished[0] / "report.html").unlink()
 
 
 def test_training_does_not_import_matplotlib():
@@ -215,6 +288,7 @@ def test_an_empty_log_has_no_curves(tmp_path, capsys):
     (tmp_path / "log.jsonl").write_text("")
     write_curves(tmp_path)
     assert not (tmp_path / "curves.png").exists()
+    assert "nothing yet" in (tmp_path / "report.html").read_text()
     assert capsys.readouterr().err == ""
 
 

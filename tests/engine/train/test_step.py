@@ -11,7 +11,7 @@ import pytest
 from rooflax.nn.layers import unstack_layers
 from rooflax.nn.weights import WeightLine
 from rooflax.train.config import REMAT
-from rooflax.train.data import Rows
+from rooflax.train.data import Encoded, Rows, open_corpus, write_corpus
 from rooflax.train.step import (
     decay_mask,
     global_norm,
@@ -110,6 +110,33 @@ def test_micro_batches_equal_one_batch(plain, family):
     assert deviation(got_grads, grads) < 1e-5
 
 
+@pytest.mark.parametrize("family", cases(tiny.FAMILIES, default=["llama", "gpt_oss"]))
+def test_packed_documents_equal_each_alone(plain, family, tmp_path):
+    """With some tokens masked; also where a row is computed for itself (micro-batches)."""
+    rng = np.random.default_rng(3)
+    encoded = []
+    for length in rng.integers(2, SEQ + 2, 20):
+        mask = [*(rng.random(length - 1) < 0.6), True]
+        encoded.append(Encoded(rng.integers(1, tiny.VOCAB, length), mask, 1))
+
+    def batch_of(documents, rows=None):
+        write_corpus(tmp_path / "a", documents, tiny.VOCAB, is_whole=True)
+        found = Rows(open_corpus(tmp_path / "a"), SEQ)
+        return next(found.spread(None, rows or 2 * found.num_rows))
+
+    alone = [batch_of([each], rows=1) for each in encoded]
+    alone = jax.tree.map(lambda *rows: np.concatenate(rows), *alone)
+    packed = batch_of(encoded)  # half of it is filled up
+    assert len(packed.mask) // 2 < len(alone.mask) == len(encoded)
+    model, *_ = plain(family)
+    wanted, wanted_grads, *_ = gradient(model, settings(batch_size=len(alone.mask)), alone)
+    for micro in (1, 2):
+        config = settings(batch_size=len(packed.mask), micro_batches=micro)
+        loss, grads, *_ = gradient(model, config, packed)
+        np.testing.assert_allclose(loss, wanted, rtol=1e-6)
+        assert deviation(grads, wanted_grads) < 1e-5
+
+
 def trained(model, config, batches):
     """Weights and losses of a few steps."""
     optimizer = make_optimizer(model.table, model.weights, config)
@@ -155,7 +182,7 @@ def test_documents_of_a_row_do_not_see_each_other():
 
     def loss_of(document):
         filled = np.r_[document, np.full(SEQ + 1 - len(document), 5, np.int32)]
-        batch = tiny.pack(filled[None], tiny.SEPARATOR)
+        batch = tiny.pack_separated(filled[None], tiny.SEPARATOR)
         batch.mask[:, len(document) - 1 :] = 0
         loss, count = evaluate(model.weights, model.rope, batch)
         return float(loss), float(count)

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from rooflax.train.data import open_corpus, write_corpus
+from rooflax.train.data import encode_texts, open_corpus, write_corpus
 from rooflax.train.tokenizer_training import train_tokenizer
 from tests.support.train import tiny
 
@@ -30,5 +30,6 @@ def corpora(tmp_path_factory, tokenizer, documents):
     folder = tmp_path_factory.mktemp("corpora")
     parts = {"training.bin": documents[:-9], "held_out.bin": documents[-9:]}
     for name, part in parts.items():
-        write_corpus(folder / name, part, tokenizer, tiny.SEPARATOR)
+        texts = encode_texts(part, tokenizer, tiny.SEPARATOR)
+        write_corpus(folder / name, texts, tiny.VOCAB)
     return tuple(open_corpus(folder / name) for name in parts)

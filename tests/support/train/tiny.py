@@ -12,7 +12,7 @@ from rooflax.models.initialize import random_weights
 from rooflax.models.model import Model, build
 from rooflax.models.registry import read_config
 from rooflax.train.config import TrainConfig
-from rooflax.train.data import Corpus, CorpusInfo, PackedBatch, pack
+from rooflax.train.data import STARTS, TRAINED, Corpus, CorpusInfo, PackedBatch, pack
 
 TEXT = Path(__file__).parents[2] / "data" / "python_held_out.txt"
 VOCAB = 281
@@ -82,16 +82,31 @@ def random_batch(rows: int, seq_len: int, *, seed: int = 0) -> PackedBatch:
     ids = rng.integers(1, VOCAB, (rows, seq_len + 1))
     often = np.linspace(0.0, 0.3, rows)[:, None]
     ids[rng.random(ids.shape) < often] = SEPARATOR
-    return pack(ids.astype(np.int32), SEPARATOR)
+    return pack_separated(ids, SEPARATOR)
+
+
+def flags_of(rows: np.ndarray, separator: int) -> np.ndarray:
+    """Flags of rows in which every token is trained and the separator ends documents."""
+    flags = np.full(rows.shape, TRAINED, np.uint8)
+    flags[:, :1] |= STARTS
+    flags[:, 1:][rows[:, :-1] == separator] |= STARTS
+    return flags
+
+
+def pack_separated(rows: np.ndarray, separator: int) -> PackedBatch:
+    """A batch of rows in which the separator ends documents."""
+    return pack(rows.astype(np.int32), flags_of(rows, separator))
 
 
 def corpus_of(ids: Any, dtype: str = "uint16") -> Corpus:
     """A corpus in memory."""
     tokens = np.asarray(ids, dtype)
     documents = int((tokens == SEPARATOR).sum())
-    return Corpus(tokens, CorpusInfo(dtype, tokens.size, documents, 3 * tokens.size, SEPARATOR))
+    info = CorpusInfo(dtype, tokens.size, tokens.size, documents, 3 * tokens.size)
+    return Corpus(tokens, flags_of(tokens[None], SEPARATOR)[0], info)
 
 
 def comparable(lines):
-    """Lines of a log without what depends on the machine's speed."""
-    return [{k: v for k, v in line.items() if k != "time"} for line in lines]
+    """Lines of a log without settings and what depends on the machine's speed."""
+    kept = [line for line in lines if "settings" not in line]
+    return [{k: v for k, v in line.items() if k != "time"} for line in kept]

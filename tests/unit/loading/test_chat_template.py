@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 
 from rooflax.errors import CheckpointError, RequestError
-from rooflax.loading.chat_template import encode_chat
+from rooflax.loading.chat_template import encode_answers, encode_chat
 from rooflax.loading.tokenizer import Tokenizer
 from tests.marks import cases
 from tests.support.loading.rendering import render
@@ -57,6 +57,87 @@ def chat_folders(write_folder, tmp_path_factory):
 @pytest.fixture(scope="module")
 def chats(chat_folders):
     return {kind: Tokenizer(folder) for kind, folder in chat_folders.items()}
+
+
+# Templates of five families: special tokens, what is before an answer, what is one, what follows.
+GENERATED = {
+    "chatml": (
+        "qwen", ["<|im_start|>", "<|im_end|>"],
+        "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}",
+        "{{ '<|im_start|>assistant\\n' }}",
+        "{{ m.content + '<|im_end|>\\n' }}", "",
+    ),
+    "llama3": (
+        "llama3", ["<|eot_id|>"],
+        ("{% if loop.first %}{{ bos_token }}{% endif %}{{ '<|start_header_id|>' + m.role + "
+         "'<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}"),
+        "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}",
+        "{{ m.content | trim + '<|eot_id|>' }}", "",
+    ),
+    "gemma": (
+        "llama2", ["<start_of_turn>", "<end_of_turn>"],
+        ("{% if loop.first %}{{ bos_token }}{% endif %}"
+         "{{ '<start_of_turn>' + m.role + '\\n' + m.content | trim + '<end_of_turn>\\n' }}"),
+        "{{ '<start_of_turn>model\\n' }}",
+        "{{ m.content | trim + '<end_of_turn>\\n' }}", "",
+    ),
+    "mistral": (
+        "llama2", ["[INST]", "[/INST]"],
+        "{% if loop.first %}{{ bos_token }}{% endif %}{{ '[INST] ' + m.content + ' [/INST]' }}",
+        "",
+        "{{ ' ' + m.content | trim + eos_token }}", "",
+    ),
+    "phi3": (
+        "qwen", ["<|user|>", "<|assistant|>", "<|end|>"],
+        "{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}",
+        "{{ '<|assistant|>\\n' }}",
+        "{{ m.content + '<|end|>\\n' }}", "{{ eos_token }}",
+    ),
+}  # fmt: skip
+
+
+def generating(kind, begin="", end=""):
+    """A template, with tags around what the assistant generates or without."""
+    _, _, others, before, answer, after = GENERATED[kind]
+    return (
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        f"{before}{begin}{answer}{end}{{% else %}}{others}{{% endif %}}{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{before}{{% else %}}{begin}{after}{end}{{% endif %}}"
+    )
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("kind", GENERATED)
+def test_answers_are_what_generation_tags_mark(write_folder, tmp_path, kind):
+    """As TRL's assistant_only_loss, which needs a template with tags, and its completion masks."""
+    transformers = pytest.importorskip("transformers")
+    tokens, special, *_ = GENERATED[kind]
+    folder = write_folder(
+        tmp_path, tokens, chat_template=generating(kind), additional_special_tokens=special
+    )
+    ours, theirs = Tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    tagged = generating(kind, "{% generation %}", "{% endgeneration %}")
+    chat = [
+        {"role": "user", "content": "Hello  world 日本"},
+        {"role": "assistant", "content": "Hi! 😀 naïve\n\ncode"},
+        {"role": "user", "content": "and <tool_call> now?"},
+        {"role": "assistant", "content": "the lazy dog."},
+    ]
+    for messages in (chat, chat[:2]):
+        wanted = theirs.apply_chat_template(
+            messages, chat_template=tagged, return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids, mask = encode_answers(ours, messages)
+        assert (
+            ids == wanted["input_ids"] == encode_chat(ours, messages, add_generation_prompt=False)
+        )
+        assert list(map(int, mask)) == wanted["assistant_masks"]
+        assert 0 < sum(mask) < len(mask)
+        prompt = theirs.apply_chat_template(
+            messages[:-1], add_generation_prompt=True, return_dict=False
+        )
+        _, mask = encode_answers(ours, messages, since=len(messages) - 1)
+        assert mask == [False] * len(prompt) + [True] * (len(ids) - len(prompt))
 
 
 @pytest.mark.filterwarnings("default")

@@ -11,15 +11,16 @@ from rooflax.train.config import MAY_CHANGE, REMAT, TrainConfig
 
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 POSITIVE = ("steps", "tokens", "batch_size", "seq_len", "micro_batches", "loss_rows",
-            "eval_batches", "keep")  # fmt: skip
+            "eval_batches", "keep", "patience")  # fmt: skip
 NOT_NEGATIVE = ("warmup_steps", "seed", "eval_every", "checkpoint_every")
 MAY_BE_NONE = ("warmup_steps",)
+FLAGS = ("save_best",)
 NUMBERS = ("learning_rate", "min_lr_ratio", "weight_decay", "clip_norm", "beta1", "beta2")
-CHOICES = ("dtype", "remat", "layers")
+CHOICES = ("dtype", "remat", "layers", "save_dtype")
 
 
 def make(**given):
-    if not {"steps", "tokens"} & given.keys():
+    if not {"steps", "tokens", "epochs"} & given.keys():
         given["steps"] = 10
     return TrainConfig(**given)
 
@@ -33,7 +34,7 @@ def rejected(**given):
 
 
 def test_every_field_is_of_one_kind():
-    assert {*POSITIVE, *NOT_NEGATIVE, *NUMBERS, *CHOICES} == FIELDS.keys()
+    assert {*POSITIVE, *NOT_NEGATIVE, *NUMBERS, *CHOICES, *FLAGS, "epochs"} == FIELDS.keys()
 
 
 @pytest.mark.parametrize("name", POSITIVE)
@@ -51,7 +52,7 @@ def test_counts_that_may_be_zero(name, value):
 
 
 @pytest.mark.parametrize(
-    ("steps", "warmup"), [(1, 0), (9, 0), (10, 1), (50, 5), (999, 99), (1000, 100), (10**6, 100)]
+    ("steps", "warmup"), [(1, 0), (9, 0), (10, 1), (50, 5), (999, 99), (1000, 100), (10**6, 10**5)]
 )
 def test_the_default_warm_up_ends_long_before_the_steps_do(steps, warmup):
     config = make(steps=steps)
@@ -97,9 +98,27 @@ def test_the_policies_are_those_of_the_layers():
 
 
 def test_steps_or_tokens():
-    for given in ({}, {"steps": 3, "tokens": 100}):
+    for given in ({}, {"steps": 3, "tokens": 100}, {"epochs": 1, "steps": 3}):
         with pytest.raises(RequestError, match="give one of them"):
             TrainConfig(**given)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "rows", "steps"), [(1, 40, 10), (3, 41, 31), (0.5, 40, 5), (0.001, 4, 1)]
+)
+def test_epochs_become_steps_once_the_rows_are_known(epochs, rows, steps):
+    config = make(epochs=epochs, batch_size=4)
+    assert config.warmup_steps is None
+    found = config.resolved(rows)
+    assert (found.num_steps, found.epochs, found.warmup_steps) == (steps, None, steps // 10)
+    assert found.resolved(0) == found
+    rejected(epochs=0)
+
+
+def test_what_watches_held_out_losses_needs_them():
+    for given in ({"patience": 2}, {"save_best": True}):
+        with pytest.raises(RequestError, match="need held-out losses"):
+            make(eval_every=0, **given)
 
 
 @pytest.mark.parametrize(("tokens", "steps"), [(1, 1), (64, 1), (65, 2), (640, 10), (641, 11)])
@@ -122,28 +141,37 @@ def test_frozen():
 
 
 OTHER = {
-    "steps": 11, "tokens": 7, "batch_size": 32, "seq_len": 256, "micro_batches": 2,
+    "steps": 9, "batch_size": 32, "seq_len": 256, "micro_batches": 2,
     "learning_rate": 2e-3, "min_lr_ratio": 0.2, "warmup_steps": 7, "weight_decay": 0.2,
     "clip_norm": 2.0, "beta1": 0.8, "beta2": 0.9, "seed": 1, "dtype": "bfloat16",
     "remat": "dots", "layers": "scan", "loss_rows": 4, "eval_every": 3, "eval_batches": 5,
-    "checkpoint_every": 9, "keep": 7,
+    "checkpoint_every": 9, "keep": 7, "save_dtype": "float32", "patience": 3,
+    "save_best": True,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FIELDS)
+# Of a resolved run, tokens and epochs are steps.
+@pytest.mark.parametrize("name", [name for name in FIELDS if name not in ("tokens", "epochs")])
 def test_a_resumed_run_has_the_same_settings(name):
     first = make(steps=10)
     saved = json.loads(json.dumps(first.to_json()))
     first.check_same(saved)
-    changes = {name: OTHER[name]} | ({"steps": None} if name == "tokens" else {})
-    other = dataclasses.replace(first, **changes)
+    other = dataclasses.replace(first, **{name: OTHER[name]})
     if name in MAY_CHANGE:
         other.check_same(saved)
     else:
         with pytest.raises(RequestError, match="checkpoint was trained with") as caught:
             other.check_same(saved)
-        # tokens in place of steps are two differences, and the first is named
-        assert str(caught.value).startswith(("steps" if name == "tokens" else name) + " is ")
+        assert str(caught.value).startswith(f"{name} is ")
+
+
+def test_a_run_may_be_made_longer():
+    saved = json.loads(json.dumps(make(steps=10).to_json()))
+    make(steps=30).check_same(saved)  # with a longer warm-up, too
+    with pytest.raises(RequestError, match="^seed is 1"):
+        make(steps=30, seed=1).check_same(saved)
+    with pytest.raises(RequestError, match=r"^steps is 9, .*made longer, not shorter"):
+        make(steps=9).check_same(saved)
 
 
 def test_a_setting_that_the_checkpoint_does_not_know():

@@ -8,7 +8,10 @@ import pytest
 
 from rooflax.errors import RequestError
 from rooflax.train.corpus import (
+    Completion,
+    Conversation,
     Document,
+    dataset_files,
     file_documents,
     folder_documents,
     is_held_out,
@@ -105,6 +108,57 @@ def test_files_in_the_order_given_and_other_fields(tmp_path):
     empty.write_text("")
     found = file_documents([lines, text, empty, lines], field="body")
     assert names(found) == ["z.jsonl:1", "a.txt", "z.jsonl:1"]
+
+
+def test_the_keys_of_a_line_say_its_kind(tmp_path):
+    user, answer = ({"role": role, "content": role} for role in ("user", "assistant"))
+    tool = {"type": "function", "function": {"name": "f"}}
+    path = write_jsonl(tmp_path / "a.jsonl", *map(json.dumps, [
+        {"messages": [user, answer], "text": "not this"},
+        {"messages": [user, answer], "tools": [tool]},
+        {"prompt": "2 + 2 =", "completion": " 4"},
+        {"prompt": [user], "completion": [answer]},
+        {"text": "plain", "prompt": "of no completion"},
+    ]))  # fmt: skip
+    where = [f"line {number} of {path}" for number in range(1, 6)]
+    rows = list(file_documents([path]))
+    assert rows == [
+        Conversation("a.jsonl:1", where[0], (user, answer)),
+        Conversation("a.jsonl:2", where[1], (user, answer), tools=(tool,)),
+        Completion("a.jsonl:3", where[2], "2 + 2 =", " 4"),
+        Conversation("a.jsonl:4", where[3], (user, answer), num_prompt=1),
+        Document("a.jsonl:5", "plain"),
+    ]
+    with pytest.raises(RequestError, match="^line 2 of .* with a string under 'text'"):
+        list(file_documents([path], field="text"))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ({"messages": []}, "messages that are not a list of objects, each with a role"),
+        ({"messages": [{"content": "x"}]}, "messages that are not a list of objects"),
+        ({"messages": "hi"}, "messages that are not a list of objects"),
+        ({"prompt": "x", "completion": [{"role": "user"}]}, "prompt that are not a list"),
+        ({"messages": [{"role": "user"}], "tools": {}}, "tools that are not a list"),
+    ],
+)
+def test_lines_of_broken_messages(tmp_path, line, said):
+    path = write_jsonl(tmp_path / "a.jsonl", "", json.dumps(line))
+    with pytest.raises(RequestError, match=rf"^line 2 of .*a\.jsonl has {said}"):
+        list(file_documents([path]))
+
+
+def test_folders_of_parts(tmp_path):
+    assert dataset_files(tmp_path) == {}
+    for name in ("valid", "train"):
+        write_jsonl(tmp_path / f"{name}.jsonl", '{"text": "x"}')
+    found = dataset_files(tmp_path)
+    assert {part: path.name for part, path in found.items()} == {
+        "train": "train.jsonl", "valid": "valid.jsonl",
+    }  # fmt: skip
+    (tmp_path / "train.jsonl").unlink()
+    assert dataset_files(tmp_path) == {}
 
 
 @pytest.mark.parametrize(

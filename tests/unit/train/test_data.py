@@ -10,14 +10,23 @@ import pytest
 from rooflax.errors import CheckpointError, RequestError
 from rooflax.loading.model_info import embedded_folder
 from rooflax.loading.tokenizer import Tokenizer
-from rooflax.train.data import Rows, open_corpus, pack, separator_of, write_corpus
+from rooflax.train.data import (
+    STARTS,
+    TRAINED,
+    Encoded,
+    Rows,
+    encode_texts,
+    open_corpus,
+    separator_of,
+)
+from rooflax.train.data import write_corpus as write_encoded
 from tests.support.train import tiny
 
 END = 9  # the separator in hand-written rows
 
 
 def batch_of(*rows):
-    return pack(np.array(rows, np.int32), END)
+    return tiny.pack_separated(np.array(rows, np.int32), END)
 
 
 def test_one_row_by_hand():
@@ -43,7 +52,7 @@ def test_types():
 def test_rows_against_a_loop():
     rng = np.random.default_rng(1)
     rows = rng.integers(0, 4, (50, 24)).astype(np.int32)
-    batch = pack(rows, 0)
+    batch = tiny.pack_separated(rows, 0)
     for row, *found in zip(rows, *batch, strict=True):
         tokens, targets, mask, positions, segments = found
         segment = position = 0
@@ -54,6 +63,11 @@ def test_rows_against_a_loop():
             position += 1
             if row[i] == 0:
                 segment, position = segment + 1, 0
+
+
+def write_corpus(path, texts, tokenizer, separator):
+    encoded = encode_texts(texts, tokenizer, separator)
+    return write_encoded(path, encoded, tokenizer.get_vocab_size())
 
 
 def counting_corpus(size):
@@ -149,9 +163,7 @@ def fake_tokenizer(size):
     """Ids are the text's code points."""
     return SimpleNamespace(
         get_vocab_size=lambda: size,
-        encode_batch=lambda texts, add_special_tokens: [
-            SimpleNamespace(ids=[ord(c) for c in text]) for text in texts
-        ],
+        encode_batch=lambda texts: [SimpleNamespace(ids=[ord(c) for c in text]) for text in texts],
     )
 
 
@@ -181,7 +193,7 @@ def test_every_document_ends_with_the_separator(tmp_path, tokenizer):
     assert [tokenizer.decode(piece[:-1].tolist()) for piece in pieces] == texts
     assert info.num_tokens == tokens.size
     assert info.num_bytes == sum(len(text.encode()) for text in texts)
-    assert {path.name for path in tmp_path.iterdir()} == {"a.bin", "a.bin.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"a.bin", "a.bin.flags", "a.bin.json"}
 
 
 def test_bits_per_byte(tmp_path):
@@ -260,9 +272,69 @@ def test_documents_are_separated_by_what_ends_no_turn_of_a_chat():
     assert separator_of(Vocabulary("<end>", "a")) == 0
 
 
-def test_a_document_that_holds_the_separator_is_rejected(tmp_path):
+def test_documents_end_where_they_end_whatever_they_hold(tmp_path):
+    """A text may hold the token that ends it; one that ends with it gets no second one."""
     tokenizer = Tokenizer(embedded_folder())
-    texts = ["import os", "one<|endoftext|>two"]
-    with pytest.raises(RequestError, match=r"holds the token '<\|endoftext\|>', which separates"):
-        write_corpus(tmp_path / "c.bin", texts, tokenizer.backend, separator_of(tokenizer))
-    assert not (tmp_path / "c.bin").exists()
+    end = separator_of(tokenizer)
+    texts = ["one<|endoftext|>two", "three<|endoftext|>", ""]
+    write_corpus(tmp_path / "c.bin", texts, tokenizer.backend, end)
+    corpus = open_corpus(tmp_path / "c.bin")
+    ids = [*(tokenizer.encode(text) for text in texts)]
+    assert corpus.tokens.tolist() == [*ids[0], end, *ids[1], end]
+    starts = [0, len(ids[0]) + 1, corpus.tokens.size - 1]
+    assert np.flatnonzero(corpus.flags & STARTS).tolist() == starts
+    assert (corpus.flags & TRAINED).all()
+
+
+def test_documents_begin_as_prompts_do(tmp_path, write_folder):
+    """With the tokenizer's BOS: it is an input of training as it is one of generate."""
+    tokenizer = Tokenizer(write_folder(tmp_path / "tokenizer", "llama3"))
+    write_corpus(tmp_path / "c.bin", ["hello"], tokenizer.backend, tokenizer.eos_id)
+    ids = open_corpus(tmp_path / "c.bin").tokens.tolist()
+    assert ids == [*tokenizer.encode("hello"), tokenizer.eos_id]
+    assert ids[0] == tokenizer.bos_id
+
+
+def whole_corpus(tmp_path, documents, trained=None):
+    """Documents of ids that a row holds whole."""
+    encoded = [Encoded(ids, None if trained is None else trained[n], len(ids))
+               for n, ids in enumerate(documents)]  # fmt: skip
+    write_encoded(tmp_path / "w.bin", encoded, 300, is_whole=True)
+    return open_corpus(tmp_path / "w.bin")
+
+
+def test_whole_documents_are_never_cut(tmp_path):
+    rng = np.random.default_rng(2)
+    documents = [[n + 1] * int(length) for n, length in enumerate(rng.integers(2, 18, 60))]
+    corpus = whole_corpus(tmp_path, documents)
+    rows = Rows(corpus, 16, seed=4)
+    room = 17  # the last target of a row is no input
+    assert rows.num_rows < 1.1 * len(corpus.tokens) / room  # few are filled up
+    for epoch in range(2):
+        seen = []
+        for number in range(rows.num_rows):
+            batch = rows.batch(epoch * rows.num_rows + number, 1)
+            (ids,) = np.concatenate([batch.tokens, batch.targets[:, -1:]], axis=1)
+            found = [n for n in dict.fromkeys(ids.tolist()) if n]
+            assert [ids.tolist().count(n) for n in found] == [len(documents[n - 1]) for n in found]
+            assert batch.mask.sum() == sum(len(documents[n - 1]) - 1 for n in found)
+            seen += found
+        assert sorted(seen) == list(range(1, 61))
+
+
+def test_masks_and_filling_train_nothing(tmp_path):
+    corpus = whole_corpus(
+        tmp_path, [[1, 2, 3, 4], [5, 6, 7]], [[False, False, True, True], [True, False, True]]
+    )
+    assert corpus.info.num_trained == 4
+    batch = Rows(corpus, 8).batch(0, 1)
+    assert batch.tokens.tolist() == [[1, 2, 3, 4, 5, 6, 7, 0]]
+    assert batch.mask.tolist() == [[0, 1, 1, 0, 0, 1, 0, 0]]
+    assert batch.segment_ids.tolist() == [[0, 0, 0, 0, 1, 1, 1, 2]]
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0]]
+
+
+def test_a_whole_document_longer_than_a_row(tmp_path):
+    corpus = whole_corpus(tmp_path, [[1] * 17, [2] * 18])
+    with pytest.raises(RequestError, match="has 18 tokens; rows have room for 17: raise seq_len"):
+        Rows(corpus, 16)

@@ -1,0 +1,41 @@
+"""The memory that a run takes, by part, before it is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rooflax.models.model import Model
+from rooflax.nn.host_memory import rss_bytes
+from rooflax.train.config import TrainConfig
+from rooflax.train.data import PackedBatch
+from rooflax.train.step import init_state, make_optimizer, make_train_step
+
+
+def training_memory(model: Model, config: TrainConfig) -> Mapping[str, int]:
+    """Bytes by part: compiles the step, and runs nothing."""
+    model = model.stacked() if config.layers == "scan" else model
+    optimizer = make_optimizer(model.table, model.weights, config)
+    weights = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), model.weights)
+    state = jax.eval_shape(lambda weights: init_state(weights, optimizer), weights)
+    rows = (config.batch_size, config.seq_len)
+    kinds = (jnp.int32, jnp.int32, jnp.float32, jnp.int32, jnp.int32)
+    batch = PackedBatch(*(jax.ShapeDtypeStruct(rows, kind) for kind in kinds))
+    step: Any = make_train_step(model, optimizer, config)
+    program = step.lower(state, model.rope, batch).compile()
+    analysis: Any = program.memory_analysis()
+    start = _bytes(model.weights)
+    return {
+        "starting weights": start,
+        "trained weights, float32": _bytes(weights),
+        "optimizer moments": _bytes(state.opt_state),
+        "gradients, activations and logits": analysis.temp_size_in_bytes,
+        "the program": max(0, (rss_bytes() or start) - start),
+    }
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

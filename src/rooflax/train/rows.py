@@ -1,0 +1,158 @@
+"""Rows of training data as tokens: chats by the model's own template, and what of them is trained.
+
+Conversations are encoded as `LLM.chat` encodes them, so that training sees what serving sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from rooflax.errors import RequestError
+from rooflax.loading.chat_template import encode_answers
+from rooflax.loading.generic_tools import as_text, shows_tools
+from rooflax.loading.messages import repaired
+from rooflax.loading.tokenizer import Tokenizer
+from rooflax.train.config import DataConfig
+from rooflax.train.corpus import Completion, Conversation, Document, Row
+from rooflax.train.data import Encoded, encode_texts
+
+THREADS = 4
+"""That wait for templates, as many as there are processes that render them."""
+WRITTEN_AT_ONCE = 1024  # rows
+
+
+@dataclass
+class Cuts:
+    """What truncation did: rows that lost tokens, and those that have nothing left to train."""
+
+    shortened: int = 0
+    dropped: int = 0
+
+
+def has_whole_rows(rows: Iterable[Row]) -> bool:
+    """Whether documents may not be cut, as those with a prompt may not."""
+    return any(not isinstance(row, Document) for row in rows)
+
+
+def encode_rows(
+    rows: Sequence[Row],
+    tokenizer: Tokenizer,
+    separator: int,
+    config: DataConfig,
+    seq_len: int,
+    cuts: Cuts,
+) -> Iterator[Encoded]:
+    """Tokens of rows, in their order.
+
+    Texts alone are for rows of tokens that cut them anywhere; as soon as one row has a prompt, all
+    are held to the length of a row.
+
+    Args:
+        separator: ends texts.
+        cuts: counts what `config.truncation` does.
+
+    Raises:
+        RequestError: the first row that cannot be trained on, with file and line.
+    """
+    if not has_whole_rows(rows):
+        if rows and config.masks:
+            raise RequestError(
+                f"{rows[0].name} is plain text, which has no prompt to mask; give rows of "
+                f"messages, or of a prompt and a completion."
+            )
+        texts = (row.text for row in rows if isinstance(row, Document))
+        yield from encode_texts(texts, tokenizer.backend, separator)
+        return
+
+    def encoded(row: Row) -> tuple[Row, list[int], list[bool] | None]:
+        return row, *_encode(row, tokenizer, separator, config)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        for first in range(0, len(rows), WRITTEN_AT_ONCE):
+            for row, ids, trained in pool.map(encoded, rows[first : first + WRITTEN_AT_ONCE]):
+                if trained is not None and not any(trained[1:]):
+                    raise RequestError(
+                        f"{_where(row)} has nothing to train on: no answer of the assistant is "
+                        f"{'the last message' if config.mask_prompt else 'among its messages'}."
+                    )
+                if len(ids) > seq_len + 1:
+                    ids, trained = _cut(row, ids, trained, seq_len, config)
+                    cuts.shortened += 1
+                if trained is not None and not any(trained[1:]):
+                    cuts.dropped += 1
+                    continue
+                kept = (
+                    ids if trained is None else [i for i, t in zip(ids, trained, strict=True) if t]
+                )
+                yield Encoded(ids, trained, len(tokenizer.decode(kept).encode("utf-8")))
+
+
+def _cut(
+    row: Row, ids: list[int], trained: list[bool] | None, seq_len: int, config: DataConfig
+) -> tuple[list[int], list[bool] | None]:
+    if config.truncation == "reject":
+        raise RequestError(
+            f"{_where(row)} has {len(ids)} tokens, but rows of --seq-len {seq_len} hold "
+            f"{seq_len + 1}; raise --seq-len, or cut such rows with --truncation cut."
+        )
+    return ids[: seq_len + 1], None if trained is None else trained[: seq_len + 1]
+
+
+def _where(row: Row) -> str:
+    return row.name if isinstance(row, Document) else row.where
+
+
+def _encode(
+    row: Row, tokenizer: Tokenizer, separator: int, config: DataConfig
+) -> tuple[list[int], list[bool] | None]:
+    try:
+        if isinstance(row, Document):
+            (found,) = encode_texts([row.text], tokenizer.backend, separator)
+            if config.masks:
+                raise RequestError("plain text has no prompt to mask")
+            return list(found.ids), None
+        if isinstance(row, Completion):
+            if tokenizer.chat_template is None:
+                return _encode_completion(row, tokenizer, separator, config)
+            row = _as_conversation(row)
+        return _encode_conversation(row, tokenizer, config)
+    except RequestError as error:
+        raise RequestError(f"{_where(row)}: {str(error).rstrip('.')}.") from None
+
+
+def _as_conversation(row: Completion) -> Conversation:
+    texts = (("user", row.prompt), ("assistant", row.completion))
+    messages = tuple({"role": role, "content": content} for role, content in texts)
+    return Conversation(row.name, row.where, messages, 1)
+
+
+def _encode_conversation(
+    row: Conversation, tokenizer: Tokenizer, config: DataConfig
+) -> tuple[list[int], list[bool] | None]:
+    messages: Sequence[Mapping[str, Any]] = repaired(row.messages, tokenizer.chat_template)
+    tools = row.tools
+    if not shows_tools(tokenizer, tools):
+        messages, tools = as_text(messages, tools), None
+    since = len(messages)  # of answers, none counts
+    if config.assistant_only_loss:
+        since = 0
+    elif config.mask_prompt:
+        # Messages may have been added or joined in front, never behind.
+        count = 1 if row.num_prompt is None else len(row.messages) - row.num_prompt
+        since = max(0, len(messages) - count)
+    ids, trained = encode_answers(tokenizer, messages, since=since, tools=tools)
+    return ids, trained if config.masks else None
+
+
+def _encode_completion(
+    row: Completion, tokenizer: Tokenizer, separator: int, config: DataConfig
+) -> tuple[list[int], list[bool] | None]:
+    """Without a template: the prompt and, behind it, the completion."""
+    ids, offsets = tokenizer.encode_offsets(row.prompt + row.completion, add_special_tokens=True)
+    trained = [end > len(row.prompt) for _, end in offsets]
+    if not ids or ids[-1] != separator:
+        ids, trained = [*ids, separator], [*trained, True]
+    return ids, trained if config.masks else None

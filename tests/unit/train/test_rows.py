@@ -1,0 +1,144 @@
+"""Rows as tokens: what of them is trained, and the sentences that reject them."""
+
+import pytest
+
+from rooflax.errors import RequestError
+from rooflax.loading.tokenizer import Tokenizer
+from rooflax.train.config import DataConfig
+from rooflax.train.corpus import Completion, Conversation, Document
+from rooflax.train.rows import Cuts, encode_rows
+
+CHATML = (
+    "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant', 'tool'] %}"
+    "{{ raise_exception('no such role') }}{% endif %}"
+    "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+MESSAGES = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "world"},
+    {"role": "user", "content": "again"},
+    {"role": "assistant", "content": "<|im_end|> hello"},
+)
+LAST, EVERY = DataConfig(mask_prompt=True), DataConfig(assistant_only_loss=True)
+
+
+@pytest.fixture(scope="module")
+def chatml(write_folder, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chatml")
+    return Tokenizer(write_folder(folder, "qwen", chat_template=CHATML))
+
+
+@pytest.fixture(scope="module")
+def base(write_folder, tmp_path_factory):
+    """Without a template, with a BOS."""
+    return Tokenizer(write_folder(tmp_path_factory.mktemp("base"), "llama3"))
+
+
+def chat(*messages, **more):
+    return Conversation("a.jsonl:3", "line 3 of a.jsonl", messages, **more)
+
+
+def encode(tokenizer, rows, config=LAST, seq_len=500):
+    cuts = Cuts()
+    return list(encode_rows(rows, tokenizer, tokenizer.eos_id, config, seq_len, cuts)), cuts
+
+
+def text(tokenizer, ids):
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def trained(tokenizer, row, config):
+    ((ids, mask, num_bytes),), _ = encode(tokenizer, [row], config)
+    found = [i for i, is_trained in zip(ids, mask, strict=True) if is_trained]
+    assert num_bytes == len(tokenizer.decode(found).encode())
+    return text(tokenizer, found)
+
+
+def test_answers_of_the_assistant(chatml):
+    last = "<|im_end|> hello<|im_end|>\n"
+    assert trained(chatml, chat(*MESSAGES), LAST) == last
+    assert trained(chatml, chat(*MESSAGES), EVERY) == "world<|im_end|>\n" + last
+    assert trained(chatml, chat(*MESSAGES, num_prompt=2), LAST) == "world<|im_end|>\n" + last
+    ((ids, mask, _),), _ = encode(chatml, [chat(*MESSAGES)], DataConfig())
+    assert mask is None and text(chatml, ids).count("<|im_start|>") == 5
+    # What a message spells like a special token is text, as it is in serving.
+    assert ids.count(chatml.token_to_id("<|im_end|>")) == 5
+
+
+def test_texts_of_prompt_and_completion(chatml, base):
+    row = Completion("a.jsonl:1", "line 1 of a.jsonl", "2 + 2 =", " 4")
+    for config in (LAST, EVERY):
+        assert trained(chatml, row, config) == " 4<|im_end|>\n"
+        assert trained(base, row, config) == " 4<|eot_id|>"
+    ((ids, _, _),), _ = encode(base, [row])
+    assert ids == [*base.encode("2 + 2 = 4"), base.eos_id]
+    assert ids[0] == base.bos_id
+
+
+def test_tools_that_a_template_does_not_show(chatml):
+    """They stand in the system message, as they do when the model is served."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    call = {"function": {"name": "f", "arguments": '{"x": 1}'}}
+    row = chat(
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "two"},
+        tools=(tool,),
+    )
+    wanted = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>\n'
+    assert trained(chatml, row, EVERY) == wanted + "two<|im_end|>\n"
+    assert trained(chatml, row, LAST) == "two<|im_end|>\n"
+    ((ids, _, _),), _ = encode(chatml, [row])
+    assert "# Tools" in text(chatml, ids) and "<tool_response>\n2" in text(chatml, ids)
+
+
+def test_rows_that_are_rejected(chatml):
+    user, answer = MESSAGES[1:3]
+    where = r"^line 3 of a\.jsonl"
+    for row, config, said in (
+        (
+            chat({"role": "judge", "content": "x"}, answer),
+            LAST,
+            ": the chat template rejects .*role",
+        ),
+        (chat(user), EVERY, " has nothing to train on: no answer of the assistant is among its"),
+        (chat(user, answer, user), LAST, " has nothing to train on: .* is the last message"),
+        (chat(answer, user), EVERY, ": the first message is the assistant's"),
+        (chat(user, {"role": "assistant", "content": "\ud83d"}), EVERY, ": .*lone surrogate"),
+    ):
+        with pytest.raises(RequestError, match=where + said) as caught:
+            encode(chatml, [chat(user, answer), row], config)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(RequestError, match=r"^b\.txt: plain text has no prompt to mask\.$"):
+        encode(chatml, [chat(user, answer), Document("b.txt", "x")])
+    with pytest.raises(RequestError, match=r"^b\.txt is plain text, which has no prompt to mask"):
+        encode(chatml, [Document("b.txt", "x")])
+
+
+def test_a_template_whose_prefixes_do_not_nest(write_folder, tmp_path):
+    """It leaves the thinking out of all answers but the last, as Qwen3's."""
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+        "{% if m.role == 'assistant' and loop.last %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+        "{{ m.content + '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    tokenizer = Tokenizer(write_folder(tmp_path, "qwen", chat_template=template))
+    assert trained(tokenizer, chat(*MESSAGES), LAST).startswith("<think>\n\n</think>\n\n")
+    assert len(encode(tokenizer, [chat(*MESSAGES)], DataConfig())[0]) == 1
+    with pytest.raises(RequestError, match=r"^line 3 of .* message 2 otherwise once it follows"):
+        encode(tokenizer, [chat(*MESSAGES)], EVERY)
+
+
+def test_rows_longer_than_the_context(chatml):
+    user, answer = MESSAGES[1:3]
+    long = {"role": "user", "content": "hello " * 100}
+    rows = [chat(user, answer), chat(user, {**long, "role": "assistant"}), chat(long, answer)]
+    with pytest.raises(RequestError, match=r"^line 3 of a\.jsonl has \d+ tokens, but .* hold 101"):
+        encode(chatml, rows, seq_len=100)
+    found, cuts = encode(chatml, rows, DataConfig(mask_prompt=True, truncation="cut"), 100)
+    assert [len(ids) for ids, _, _ in found] == [len(encode(chatml, rows[:1])[0][0].ids), 101]
+    assert (cuts.shortened, cuts.dropped) == (2, 1)  # of the last nothing is left to train

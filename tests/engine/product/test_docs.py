@@ -77,7 +77,7 @@ NAMED = re.compile(
 @pytest.mark.parametrize("page", WRITTEN)
 def test_every_block_is_run_or_says_why_not(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
-    assert {match.group(1) for match in BLOCK.finditer(text)} <= {"python", "sh", "text"}
+    assert {match.group(1) for match in BLOCK.finditer(text)} <= {"python", "sh", "text", "mermaid"}
     for command in commands(page):
         assert command.is_ours or not command.is_run, f"{page}: {command.words} is not run"
 

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from rooflax.errors import RequestError
 from rooflax.fields.declaration import check_names, declarations, takes
 from rooflax.fields.kinds import is_whole
+from rooflax.loading.adapters import Adapter, open_adapter
 from rooflax.loading.model_info import ModelInfo, model_info
 from rooflax.loading.packed import is_packed
 from rooflax.loading.schemes import KeptCodes
@@ -88,6 +89,7 @@ class Plan(EngineConfig):
         offloading: which layers stay in memory and which are read at every step; None without a
             weights budget.
         draft: of the smaller model that drafts tokens; None without one.
+        adapter: a LoRA adapter beside the weights; None without one.
         generation_config: "none" leaves the checkpoint's defaults of sampling out.
         memory: bytes on each device, with this KV cache.
     """
@@ -98,6 +100,7 @@ class Plan(EngineConfig):
     shards: Shards
     offloading: StreamPlan | None
     draft: Plan | None
+    adapter: Adapter | None = None
     generation_config: str = "auto"
     memory: MemoryEstimate
 
@@ -167,6 +170,8 @@ class Plan(EngineConfig):
         )
         if self.offloading is not None:
             need = replace(need, weights=self.offloading.memory_bytes)
+        if self.adapter is not None:
+            need = replace(need, weights=need.weights + self.adapter.nbytes)
         return need
 
     def padding(self) -> dict[str, int]:
@@ -336,6 +341,10 @@ def make_plan(
     offloading = None if budget is None else _plan_offloading(info, storage, length, budget)
     if offloading is not None:
         storage = replace(storage, offloaded=frozenset(offloading.streamed))
+    adapter = None
+    if "lora" in asked:
+        _check_adaptable(mesh, offloading)
+        adapter = open_adapter(asked["lora"], info)
     draft = None
     if speculate is not None and speculate != NGRAM:
         same = ("quantize", "dtype", "kv_dtype", "offline", "ignore_config_keys")
@@ -355,6 +364,7 @@ def make_plan(
         shards=shards,
         offloading=offloading,
         draft=draft,
+        adapter=adapter,
         num_draft_tokens=0 if speculate is None else num_draft_tokens or DEFAULT_DRAFT_TOKENS,
         prefix_caching=prefix_caching,
         generation_config=generation_config,
@@ -396,6 +406,19 @@ def resolve_precision(
     storage = Storage(dtype, quantize, keeps_bfloat16, prequantized, dequantized)
     is_coarse = storage.quantizes_activations and dtype == "float32" and platform == "cpu"
     return asked.kv_dtype or ("float16" if is_coarse else dtype), storage
+
+
+def _check_adaptable(mesh: Mesh | None, offloading: StreamPlan | None) -> None:
+    """
+    Raises:
+        RequestError: what an adapter does not go with.
+    """
+    if mesh is not None:
+        raise RequestError("lora is for one device; leave the mesh out.", param="lora")
+    if offloading is not None and offloading.streamed:
+        raise RequestError(
+            "lora is for weights in memory; leave the weights budget out.", param="lora"
+        )
 
 
 def _check_stages(info: ModelInfo, storage: Storage) -> None:

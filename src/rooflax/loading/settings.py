@@ -65,6 +65,9 @@ class EngineSettings(TypedDict, total=False):
         shown_default="one device", group="where to run", metavar="AXIS=N")]
     revision: Annotated[str | None, _finding(
         Text(), "branch, tag or commit of a hub id", metavar="REF")]
+    lora: Annotated[str | Path | None, _finding(
+        Text(), "a LoRA adapter for the model: PEFT's folder, with adapter_model.safetensors",
+        metavar="DIR")]
     offline: Annotated[bool, _finding(
         Flag(), "use downloaded models only", default=False, flags=("--offline",))]
     ignore_config_keys: Annotated[Sequence[str], _finding(

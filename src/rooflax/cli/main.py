@@ -53,7 +53,7 @@ ELSEWHERE = {
     "show": "rooflax inspect MODEL shows it",
     "create": "any folder or .gguf file is a MODEL as it is; /system and /params in rooflax chat",
     "convert": "a checkpoint needs no conversion; rooflax quantize writes one in another format",
-    "lora": "rooflax generate, chat and bench take --lora",
+    "lora": "rooflax train --fine-tune-type lora trains an adapter; generate and chat take --lora",
     "finetune": "it is rooflax train",
     "eval": "rooflax perplexity measures a model on a text",
     "evaluate": "rooflax perplexity measures a model on a text",

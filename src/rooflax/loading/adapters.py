@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from rooflax.errors import CheckpointError, UnsupportedModelError
+from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
 from rooflax.loading.adapter_config import AdapterConfig, is_all_linear, named, read_adapter_config
 from rooflax.loading.json_files import ADAPTER, read_file
 from rooflax.loading.model_info import ModelInfo
+from rooflax.loading.packed import is_packed
 from rooflax.loading.safetensors import (
     SafetensorsFile,
+    TensorInfo,
     TensorToWrite,
     conversion_command,
     write_safetensors,
@@ -130,6 +133,65 @@ def base_weight(base: Source, name: str, target: Target) -> np.ndarray:
         )
     w = np.asarray(base.read(stored), np.float32)
     return w.T if target.is_transposed else w
+
+
+class Merged:
+    """A checkpoint's tensors with an adapter merged into them, in float32: W + scale B A.
+
+    With DoRA each output of that has the length that the adapter says.
+    """
+
+    def __init__(self, source: Source, info: ModelInfo, adapter: Adapter):
+        self._source, self._parts = source, adapter.read(info)
+        names = NameMap(set(source.names()), family(info.family))
+        self._targets: dict[str, Target] = {}
+        for module, target in adapter.targets.items():
+            stored = names.find(f"{module}.weight")
+            if stored is None:
+                raise UnsupportedModelError(
+                    f"{adapter.folder} changes {module}, which {info.name} has tied to its "
+                    f"embedding, so that it cannot be merged; run it beside the model with `lora`."
+                )
+            self._targets[stored] = target
+
+    def names(self) -> list[str]:
+        return self._source.names()
+
+    def info(self, name: str) -> TensorInfo:
+        found = self._source.info(name)
+        if name not in self._targets:
+            return found
+        return TensorInfo("F32", found.shape, 4 * math.prod(found.shape))
+
+    def read(self, name: str) -> np.ndarray:
+        array = self._source.read(name)
+        target = self._targets.get(name)
+        if target is None:
+            return array
+        part, w = self._parts[target.module], np.asarray(array, np.float32)
+        w = merged(w.T if target.is_transposed else w, part.a, part.b, part.scale)
+        w = w if part.columns is None else w * part.columns[:, None]
+        return np.ascontiguousarray(w.T if target.is_transposed else w)
+
+    def release(self, name: str) -> None:
+        self._source.release(name)
+
+    def prefetch(self, name: str) -> None:
+        self._source.prefetch(name)
+
+
+def fused(info: ModelInfo, adapter: Adapter) -> ModelInfo:
+    """The model with an adapter merged into its weights, which are float32 where it is.
+
+    Raises:
+        RequestError: rooflax quantized the model.
+    """
+    if is_packed(info.raw_config):
+        raise RequestError(
+            f"{info.name} is quantized by rooflax; merge the adapter into the checkpoint that it "
+            f"was made from, and quantize the result."
+        )
+    return replace(info, change=lambda source: Merged(source, info, adapter))
 
 
 def open_adapter(folder: str | os.PathLike[str], info: ModelInfo) -> Adapter:

@@ -16,7 +16,7 @@ from rooflax.loading.safetensors import SafetensorsFile
 from rooflax.loading.source import ArraySource
 from rooflax.loading.tensor_plan import NameMap
 from rooflax.loading.weights import WeightReader
-from rooflax.models.adapters import adapted
+from rooflax.models.adapters import adapted, targets
 from rooflax.models.model import build
 from rooflax.models.registry import family
 from rooflax.nn.batch import Batch
@@ -221,6 +221,58 @@ def test_what_an_adapter_does_not_go_with(case, tmp_path):
     assert caught.value.param == "lora"
     with pytest.raises(RequestError, match="lora is for weights in memory"):
         LLM(folder, lora=own, weights_budget="450KB")
+
+
+@pytest.mark.parametrize("name", ["rslora", "dora", "conv1d", "fused"])
+def test_a_fused_folder_equals_the_adapter_beside_its_model(case, tmp_path, name):
+    variant = adapter_cases.CASES[name][0]
+    base = case(variant)
+    folder = adapter_cases.write_adapter(tmp_path / "adapter", name, base.folder)
+    out = tmp_path / "fused"
+    assert main(["fuse", str(base.folder), "--lora", str(folder), "-o", str(out), "--quiet"]) == 0
+    length = goldens.MAX_MODEL_LEN.get(variant)
+    beside = LLM(base.folder, lora=folder, max_model_len=length)
+    prompt = goldens.prompts()[2]
+    found = LLM(out, max_model_len=length).logits(prompt)
+    np.testing.assert_allclose(found, beside.logits(prompt), rtol=0, atol=TOLERANCE)
+
+
+def test_a_fused_gguf_file_of_a_gguf_file(tmp_path):
+    path = gguf_cases.gguf("llama_k", "q4_k_m")
+    info = model_info(path)
+    modules = [m for m in targets(info.family, info.config) if m != "lm_head"]
+    own = write_adapter(tmp_path / "adapter", info, modules)
+    out = tmp_path / "fused.gguf"
+    command = ["fuse", str(path), "--lora", str(own), "-o", str(out), "--quiet"]
+    assert main([*command, "--gguf", "F32"]) == 0
+    wanted = LLM(path, lora=own, dtype="float32").logits([1, 2, 3, 4])
+    found = LLM(out, dtype="float32").logits([1, 2, 3, 4])
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "--lora names the adapter to merge"),
+        (["--lora", "x", "--gguf", "Q4_0"], "must be the name of a file that ends in .gguf"),
+        (["--lora", "x", "--gguf", "Q4_0", "-q", "int8"], "--quantize is given beside --gguf"),
+    ],
+)
+def test_flags_of_fuse(case, tmp_path, capsys, more, message):
+    folder = case("llama_gqa").folder
+    assert main(["fuse", str(folder), "-o", str(tmp_path / "out"), *more]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tied_head_is_not_merged(case, tmp_path, capsys):
+    folder = case("smollm3").folder
+    info = model_info(folder)
+    assert info.config.tied_embeddings
+    own = write_adapter(tmp_path / "adapter", info, ["lm_head"])
+    command = ["fuse", str(folder), "--lora", str(own), "-o", str(tmp_path / "out")]
+    assert main(command) == 2
+    assert "tied to its embedding" in capsys.readouterr().err
 
 
 def test_an_adapter_in_place_of_a_model_is_told_where_it_goes(case, tmp_path, capsys):

@@ -115,6 +115,8 @@ def _resident(plan: Plan, check: bool, progress: Callable[[int], None] | None) -
         model = model.placed(place, plan.mesh, scan=scan)
     if plan.adapter is not None:
         model = adapted(model, plan.adapter.read(info))
+    if plan.bank is not None:
+        model = plan.bank.beside(model, info)
     return model
 
 

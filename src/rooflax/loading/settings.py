@@ -92,6 +92,14 @@ class ServingSettings(EngineSettings, total=False):
     kv_blocks: Annotated[tuple[int, ...] | None, _field(
         Kind(), "blocks of the KV cache per layer group",
         shown_default="enough for all, or what half of the free memory holds")]
+    loras: Annotated[Sequence[str], _finding(
+        Several(Text()), "a LoRA adapter that requests choose by NAME as their model: PEFT's "
+        "folder", default=(), flags=("--lora", "--lora-modules"), metavar="NAME=DIR")]
+    max_loras: Annotated[int | None, _finding(
+        Whole(1, 64), "slots of adapters", shown_default="as many as are given", metavar="N")]
+    max_lora_rank: Annotated[int | None, _finding(
+        Whole(1, 512), "the largest rank of an adapter",
+        shown_default="that of those that are given", metavar="N")]
     max_pieces_per_s: Annotated[float | None, _field(
         Number(0, above=True), "of all streams together; what comes faster is merged",
         shown_default="no limit")]

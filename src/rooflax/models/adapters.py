@@ -7,7 +7,7 @@ k, v; gate, up): their adapters lie side by side too, A beside A and each B over
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -37,6 +37,10 @@ from rooflax.ops.linear.adapted import Adapted
 from rooflax.ops.weights.quantized import namespace
 
 HEAD = "lm_head"
+Place = tuple[int | None, str]
+"""Of a weight: its layer and its key."""
+Matrices = tuple[Any, Any, np.ndarray | None]
+"""A, B, and the factors of the outputs."""
 
 
 @dataclass(frozen=True)
@@ -198,14 +202,14 @@ def side_by_side(
 
 def by_slot(
     name: str, config: Decoder, adapters: Adapters
-) -> dict[tuple[int | None, str], tuple[Target, dict[int, LowRank]]]:
+) -> dict[Place, tuple[Target, dict[int, LowRank]]]:
     """The adapters of each weight by its layer and key, with one of its targets.
 
     Raises:
         CheckpointError: they name a fused layer and parts of it.
     """
     known = targets(name, config)
-    found: dict[tuple[int | None, str], tuple[Target, dict[int, LowRank]]] = {}
+    found: dict[Place, tuple[Target, dict[int, LowRank]]] = {}
     for module, part in adapters.items():
         target = known[module]
         one, parts = found.setdefault((target.slot.layer, target.slot.key), (target, {}))
@@ -220,11 +224,7 @@ def by_slot(
 def adapted(model: Model, adapters: Adapters) -> Model:
     """The model with adapters beside its weights, which stay as they are, stacked or not."""
     weights = adapted_weights(model.family, model.config, model.weights, adapters)
-
-    def put(leaf: Any) -> Any:
-        return jax.device_put(leaf) if isinstance(leaf, np.ndarray) else leaf
-
-    return replace(model, weights=jax.tree.map(put, weights))
+    return replace(model, weights=jax.tree.map(_on_device, weights))
 
 
 def adapted_weights(
@@ -237,9 +237,61 @@ def adapted_weights(
         at: side_by_side(target.slot.line, sizes, parts, is_head=target.is_head)
         for at, (target, parts) in changed.items()
     }
+    return _placed(config, weights, made, {at: target for at, (target, _) in changed.items()})
+
+
+def banked(model: Model, banks: Sequence[Adapters], modules: Collection[str], rank: int) -> Model:
+    """The model with several adapters in slots beside its weights, one of which each row has.
+
+    The shapes depend on nothing but the arguments below: with other adapters nothing compiles.
+
+    Args:
+        banks: of each slot; none is an empty one.
+        modules: the layers that have slots, by `Target.module`.
+        rank: the most of an adapter.
+    """
+    name, config = model.family, model.config
+    known = targets(name, config)
+    lines: dict[Place, list[Target]] = {}
+    for module in modules:
+        target = known[module]
+        lines.setdefault((target.slot.layer, target.slot.key), []).append(target)
+    each = [by_slot(name, config, one) for one in banks]
+    made: dict[Place, Matrices] = {}
+    for at, own in lines.items():
+        width = rank * len(own)
+        inner, outer = own[0].inputs, math.prod(own[0].slot.line.in_out_shape(config.axis_sizes)[1])
+        rows, columns = [], []
+        for bank in each:
+            a, b = np.zeros((inner, width), np.float32), np.zeros((width, outer), np.float32)
+            if at in bank:
+                target, parts = bank[at]
+                line = target.slot.line
+                few, wide, _ = side_by_side(line, config.axis_sizes, parts, is_head=False)
+                a[:, : few.shape[1]], b[: few.shape[1]] = few, wide
+            rows.append(a)
+            columns.append(b)
+        made[at] = np.concatenate(rows, axis=1), np.concatenate(columns, axis=0), None
+    places = {at: own[0] for at, own in lines.items()}
+    weights = _placed(config, model.weights, made, places, slots=len(banks))
+    return replace(model, weights=jax.tree.map(_on_device, weights))
+
+
+def _on_device(leaf: Any) -> Any:
+    return jax.device_put(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
+def _placed(
+    config: Decoder,
+    weights: dict[str, Any],
+    made: Mapping[Place, Matrices],
+    places: Mapping[Place, Target],
+    slots: int = 0,
+) -> dict[str, Any]:
+    """The weights with these matrices beside them."""
     shapes = {
-        key: (target.slot.line.in_out_shape(sizes), target.is_head)
-        for (_, key), (target, _) in changed.items()
+        key: (target.slot.line.in_out_shape(config.axis_sizes), target.is_head)
+        for (_, key), target in places.items()
     }
     found = dict(weights)
     for (layer, key), own in made.items():
@@ -255,7 +307,8 @@ def adapted_weights(
         for key in group:
             each = [made.get((row, key)) for row in rows]
             if any(own is not None for own in each):
-                new[key] = _adapted(group[key], each, *shapes[key], config, stacked=stacked)
+                one = _adapted(group[key], each, *shapes[key], config, stacked=stacked)
+                new[key] = replace(one, slots=slots)
         layers.append(new)
     found["stacked_layers" if stacked else "layers"] = tuple(layers)
     return found
@@ -263,7 +316,7 @@ def adapted_weights(
 
 def _adapted(
     base: Any,
-    each: list[tuple[Any, Any, np.ndarray | None] | None],
+    each: list[Matrices | None],
     shape: tuple[Shape, Shape],
     is_head: bool,
     config: Decoder,
@@ -274,6 +327,8 @@ def _adapted(
     smaller ranks are filled up with them."""
     if is_head:
         shape = (config.hidden_size,), (config.vocab_size,)
+    if isinstance(base, Adapted) and base.slots:  # others take their place
+        base = base.base
     known = [own for own in each if own is not None]
     xp = namespace(known[0][0])
     rank = max(a.shape[1] for a, _, _ in known)

@@ -54,6 +54,10 @@ class Adapted(Composite):
         columns: what each output of x W + (x A) B is multiplied by before the bias, [out], as DoRA
             has it; None is 1.
         dropout: of what A multiplies; None is none.
+        slots: adapters side by side in A and B, of ranks that are equal; 0 is one adapter for all
+            rows.
+        rows: of slots, which adapter each row of x has, from 1 on; 0 is none, and leaves the row as
+            it is without, bit for bit. None is none for all.
         is_table: the base is an embedding whose rows are looked up without the adapter, which is
             the head's.
     """
@@ -66,6 +70,8 @@ class Adapted(Composite):
     out_shape: tuple[int, ...] = field(metadata=STATIC)  # type: ignore[assignment]
     is_table: bool = field(default=False, metadata=STATIC)
     dropout: Dropout | None = None
+    slots: int = field(default=0, metadata=STATIC)
+    rows: Int[Array, " rows"] | None = None
 
     @property
     def dtype(self) -> np.dtype:
@@ -100,6 +106,8 @@ class Adapted(Composite):
     ) -> Float[Array, "rows out"]:
         """`linear.api.matmul` of the sum."""
         how: dict[str, Any] = {"num_rows": num_rows, "implementation": implementation}
+        if self.slots:
+            return self._by_row(x, bias, prologue, residual, dtype, how)
         if self.dropout is None:
             few = matmul(as_operand(self.a), x, prologue=prologue, dtype=jnp.float32, **how)
         else:
@@ -116,7 +124,29 @@ class Adapted(Composite):
         y = y.astype(dtype)
         return y if residual is None else y + residual
 
+    def _by_row(
+        self, x: Array, bias: Any, prologue: Any, residual: Any, dtype: Any, how: dict[str, Any]
+    ) -> Float[Array, "rows out"]:
+        """All adapters' x A, of which each row keeps its own; zeros add nothing behind B."""
+        y = matmul(self._operand, x, bias, prologue=prologue, residual=residual, dtype=dtype, **how)
+        if self.rows is None:
+            return y
+        few = matmul(as_operand(self.a), x, prologue=prologue, dtype=jnp.float32, **how)
+        own = jnp.arange(1, self.slots + 1, dtype=jnp.int32)[None] == self.rows[:, None]
+        kept = jnp.where(own[:, :, None], few.reshape(*own.shape, -1), 0.0).reshape(few.shape)
+        changed = matmul(as_operand(self.b), kept, residual=y, dtype=y.dtype, **how)
+        return jnp.where(self.rows[:, None] > 0, changed, y)
+
     def take(self, ids: Int[Array, " n"], **how: Any) -> Float[Array, "n in"]:
         """Rows of the table, which the adapter leaves alone."""
         assert self.is_table, "an adapter of an embedding is not read"
         return take(self._operand, ids, **how)
+
+
+def with_rows(weights: Any, rows: Int[Array, " rows"]) -> Any:
+    """A tree of weights whose adapters in slots know which rows have which."""
+
+    def chosen(leaf: Any) -> Any:
+        return replace(leaf, rows=rows) if isinstance(leaf, Adapted) and leaf.slots else leaf
+
+    return jax.tree.map(chosen, weights, is_leaf=lambda leaf: isinstance(leaf, Adapted))

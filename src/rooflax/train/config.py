@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 from rooflax.errors import RequestError
-from rooflax.fields.declaration import declare, documented, read_fields
+from rooflax.fields.declaration import declarations, declare, documented, read_fields
 from rooflax.fields.kinds import Choice, Flag, Number, Text, Whole
 
 DEFAULTS: Mapping[str, Mapping[str, float]] = {
@@ -35,7 +35,8 @@ LENGTH = frozenset({"epochs", "tokens", "steps", "warmup_steps"})
 
 NEW = DEFAULTS["new weights"]
 _field = partial(declare, group="training")
-_adapter = partial(declare, group="adapters")
+ADAPTERS = "adapters"
+_adapter = partial(declare, group=ADAPTERS)
 _data = partial(declare, group="what to train")
 
 
@@ -211,7 +212,9 @@ class TrainConfig:
         if type(saved.get("steps")) is int and self.num_steps > saved["steps"]:
             may_change = MAY_CHANGE | LENGTH
         for field in fields(self):
-            now, then = getattr(self, field.name), saved.get(field.name, field.default)
+            is_new = declarations(TrainConfig)[field.name].group == ADAPTERS  # 0.1.0 had none
+            otherwise = field.default if is_new else None
+            now, then = getattr(self, field.name), saved.get(field.name, otherwise)
             if field.name not in may_change and now != then:
                 how = "resume with the same settings or train into another folder"
                 if field.name == "steps":

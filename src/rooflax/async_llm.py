@@ -32,6 +32,7 @@ from rooflax.loading.model_info import ModelInfo
 from rooflax.loading.plan import PLANNED, Plan, make_plan
 from rooflax.loading.settings import ServingSettings
 from rooflax.loading.tokenizer import LONG_TEXT
+from rooflax.models.offloading import whole
 from rooflax.nn.pooler import Pooler
 from rooflax.processes import check_not_forked
 
@@ -173,7 +174,7 @@ class AsyncLLM:
             raise RequestError("There are no slots of adapters; start with `loras`.")
         info = self.llm.info
         bank = await self._in_thread(partial(self._bank.with_adapter, name, str(folder), info))
-        model = await self._in_thread(partial(bank.beside, self.llm.model, info))
+        model = await self._in_thread(partial(bank.beside, whole(self.llm.model), info))
         self.llm.model = self._thread.engine.runner.model = model
         self._bank = bank
 

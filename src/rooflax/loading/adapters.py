@@ -70,7 +70,7 @@ class Adapter:
         found = hashlib.sha256(read_file(self.folder / ADAPTER) or b"")
         for name in sorted(self.file.names()):
             found.update(name.encode())
-            found.update(np.ascontiguousarray(self.file.read(name)).view(np.uint8))
+            found.update(self.file.read(name).tobytes())
         return found.hexdigest()
 
     @property
@@ -274,7 +274,10 @@ def _check_tensors(adapter: Adapter) -> None:
     path, config = adapter.file.path, adapter.config
     for module, target in adapter.targets.items():
         rank = config.rank_of(module)
-        wanted = {"lora_A": (rank, target.inputs), "lora_B": (target.outputs, rank)}
+        wanted: dict[str, tuple[int, ...]] = {
+            "lora_A": (rank, target.inputs),
+            "lora_B": (target.outputs, rank),
+        }
         if config.use_dora:
             wanted[MAGNITUDE] = (target.outputs,)
         stored = adapter.stored[module]

@@ -345,7 +345,7 @@ def _adapted(
             yield xp.pad(a, ((0, 0), (0, short))), xp.pad(b, ((0, short), (0, 0))), columns
 
     rows = list(filled())
-    columns = None
+    columns: Any = None
     if has_columns:
         ones = np.ones(outer, np.float32)
         columns = np.stack([ones if own is None else own for *_, own in rows])

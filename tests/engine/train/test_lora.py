@@ -13,13 +13,23 @@ from rooflax.errors import CheckpointError, RequestError
 from rooflax.loading.adapters import open_adapter, save_adapter
 from rooflax.loading.load import load
 from rooflax.loading.model_info import model_info
+from rooflax.models.initialize import random_weights
+from rooflax.models.model import build
+from rooflax.models.registry import read_config
+from rooflax.nn.storage import Storage
 from rooflax.ops.linear.frozen import product
 from rooflax.ops.weights import Pairs, as_operand, pack_pairs, quantize
 from rooflax.train.adapters import LoraTraining, resolved
 from rooflax.train.data import PackedBatch
 from rooflax.train.log import read_log
 from rooflax.train.loop import run_training
-from rooflax.train.step import init_state, make_eval_step, make_optimizer, make_train_step
+from rooflax.train.step import (
+    init_state,
+    make_eval_step,
+    make_loss_sum,
+    make_optimizer,
+    make_train_step,
+)
 from tests import adapter_cases, gguf_cases
 from tests.support.train import tiny
 
@@ -211,3 +221,24 @@ def test_quantized_weights_still_have_no_gradients_of_their_own(corpora, tmp_pat
     config = tiny.settings(steps=1, batch_size=2, seq_len=16)
     with pytest.raises(RequestError, match="or train an adapter"):
         run_training(model, config, *corpora, tmp_path)
+
+
+def test_no_more_than_a_matrix_is_dequantized_at_a_time():
+    """What a step takes beside its arguments grows by far less than a layer in float32."""
+    config = tiny.settings(steps=1, batch_size=1, seq_len=8, **LORA)
+    batch = jax.tree.map(jnp.asarray, packed(np.ones((1, 9), np.int32)))
+    temporary, numbers = [], []
+    for layers in (1, 3):
+        name, decoder = read_config(
+            tiny.HF_CONFIGS["llama"]
+            | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": layers}
+        )
+        weights = random_weights(name, decoder, seed=0, storage=Storage("float32", "w8a8"))
+        model = build(name, decoder, weights, None, "float32")
+        lora = LoraTraining(model, config)
+        loss = make_loss_sum(model, config, lora)
+        grad = jax.jit(jax.grad(lambda w, base, loss=loss: loss(w, base, batch)))
+        compiled = grad.lower(lora.start(), model).compile()
+        temporary.append(compiled.memory_analysis().temp_size_in_bytes)
+        numbers.append(4 * model.num_parameters)
+    assert temporary[1] - temporary[0] < (numbers[1] - numbers[0]) / 4

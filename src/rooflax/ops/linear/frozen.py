@@ -20,6 +20,7 @@ from rooflax.ops.linear.prologue import applied
 from rooflax.ops.weights import (
     Branch,
     Composite,
+    Dense,
     Fused,
     Operand,
     StackMember,
@@ -40,7 +41,7 @@ def product(x: Float[Array, "rows in"], w: StoredOperand) -> Float[Array, "rows 
 
     Its gradient is that with respect to x, by a product with the transposed numbers.
     """
-    return dot_general(x.astype(jnp.float32), w.numbers(), (((1,), (0,)), ((), ())))
+    return dot_general(x.astype(jnp.float32), _numbers(w, x), (((1,), (0,)), ((), ())))
 
 
 def _forward(x: Array, w: StoredOperand) -> tuple[Array, tuple[StoredOperand, Array]]:
@@ -49,10 +50,20 @@ def _forward(x: Array, w: StoredOperand) -> tuple[Array, tuple[StoredOperand, Ar
 
 def _backward(kept: tuple[StoredOperand, Array], dy: Array) -> tuple[Array, None]:
     w, like = kept
-    # Without the barrier XLA would keep the forward pass's numbers for the backward pass.
-    w, dy = jax.lax.optimization_barrier((w, dy))
-    dx = dot_general(dy, w.numbers(), (((1,), (1,)), ((), ())))
+    dx = dot_general(dy, _numbers(w, dy), (((1,), (1,)), ((), ())))
     return dx.astype(like.dtype), None
+
+
+def _numbers(w: StoredOperand, x: Array) -> Float[Array, "in out"]:
+    """What w stands for, made once x is there.
+
+    XLA would make the numbers of all weights when a step begins, and keep those of the forward pass
+    for the backward pass; on CPU it drops barriers. So x has a part in them, which is zero.
+    """
+    if w.dtype == jnp.float32 and isinstance(w, Dense):
+        return w.numbers()
+    zero = x[0, 0].astype(jnp.float32) * 0
+    return jax.tree.map(lambda leaf: leaf + zero.astype(leaf.dtype), w).numbers()
 
 
 product.defvjp(_forward, _backward)

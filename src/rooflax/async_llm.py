@@ -32,6 +32,7 @@ from rooflax.loading.model_info import ModelInfo
 from rooflax.loading.plan import PLANNED, Plan, make_plan
 from rooflax.loading.settings import ServingSettings
 from rooflax.loading.tokenizer import LONG_TEXT
+from rooflax.models.offloading import whole
 from rooflax.nn.pooler import Pooler
 from rooflax.processes import check_not_forked
 
@@ -112,10 +113,16 @@ class AsyncLLM:
         plan = make_plan(model, **settings)
         if not (plan.options.use_cache and plan.options.jit):
             raise RequestError("AsyncLLM needs the KV cache and jit; use LLM to run without them.")
+        if serving["loras"]:
+            names = ("loras", "max_loras", "max_lora_rank")
+            plan = plan.with_bank(*(serving[name] for name in names))
+        elif serving["max_loras"] or serving["max_lora_rank"]:
+            raise RequestError("max_loras and max_lora_rank are for `loras`; give these too.")
         plan = plan.serving(
             max_tokens_per_step=serving["max_tokens_per_step"], num_blocks=serving["kv_blocks"]
         )
         self.llm = LLM(plan, check=check, progress=progress)
+        self._bank = plan.bank
         pooling = plan.info.pooling  # such a model embeds or scores, and does nothing else
         self._pooler = pooling and pooling.pooler
         engine = self._engine()
@@ -151,6 +158,34 @@ class AsyncLLM:
         """
         self._thread.engine.ideal_decode_s = ideal_decode_s
 
+    @property
+    def loras(self) -> dict[str, Path]:
+        """The adapters that requests may choose: their names and folders."""
+        bank = self._bank.adapters if self._bank else ()
+        return {one[0]: one[1].folder for one in bank if one is not None}
+
+    async def load_lora(self, name: str, folder: str | Path) -> None:
+        """One more adapter for requests to choose, in a free slot; nothing compiles.
+
+        Raises:
+            RooflaxError: there are no slots, none is free, or the adapter does not fit.
+        """
+        if self._bank is None:
+            raise RequestError("There are no slots of adapters; start with `loras`.")
+        info = self.llm.info
+        bank = await self._in_thread(partial(self._bank.with_adapter, name, str(folder), info))
+        model = await self._in_thread(partial(bank.beside, whole(self.llm.model), info))
+        self.llm.model = self._thread.engine.runner.model = model
+        self._bank = bank
+
+    def _adapter(self, name: str | None) -> tuple[int, str]:
+        """An adapter's slot and digest."""
+        if name is None:
+            return 0, ""
+        if self._bank is None:
+            raise RequestError(f"lora is {name!r:.80}; there is none.", param="lora")
+        return self._bank.slot(name)
+
     def health(self) -> Health:
         """Whether the engine works, as of now."""
         return self._thread.health()
@@ -161,6 +196,7 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         cache_salt: str = "",
+        lora: str | None = None,
         decoders: Callable[[int], TextDecoder] | None = None,
         **sampling: Any,
     ) -> AsyncGenerator[Delta, None]:
@@ -168,6 +204,7 @@ class AsyncLLM:
 
         Args:
             cache_salt: only requests of the same salt share cached prompts.
+            lora: the name of one of `loras`; None is the model alone.
             decoders: gives what turns the tokens of a sample, by its index, into text; stop strings
                 are looked for in that text. None decodes all of them.
             sampling: single fields of SamplingParams, as in `temperature=0.5`.
@@ -181,7 +218,7 @@ class AsyncLLM:
         if self._pooler is not None:
             raise RequestError(f"{self.llm.info.name} embeds texts or scores them; it writes none.")
         (given,) = as_params(params, 1, sampling)
-        samples = await self._samples(prompt, given, cache_salt)
+        samples = await self._samples(prompt, given, cache_salt, self._adapter(lora))
         if decoders is not None:
             for sample in samples:
                 sample.decoder = decoders(sample.sequence.sample_index)
@@ -208,7 +245,7 @@ class AsyncLLM:
             self._forget(sequences)
 
     async def _samples(
-        self, prompt: Prompt, params: SamplingParams, cache_salt: str
+        self, prompt: Prompt, params: SamplingParams, cache_salt: str, adapter: tuple[int, str]
     ) -> list[Sample]:
         """A request's sequences; what takes long is done beside the loop, so that streams go on."""
         loop, processor = asyncio.get_running_loop(), self.llm.processor
@@ -221,7 +258,7 @@ class AsyncLLM:
                 found = asyncio.wrap_future(compiled)
                 found.add_done_callback(_seen)  # even where nobody waits any more
                 await asyncio.shield(found)  # others may wait for it too
-        return processor.samples(0, ids, params, cache_salt)
+        return processor.samples(0, ids, params, cache_salt, adapter)
 
     async def embed(
         self,
@@ -330,11 +367,13 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         cache_salt: str = "",
+        lora: str | None = None,
         **sampling: Any,
     ) -> list[Completion]:
         """A prompt's `n` completions."""
         done: dict[int, Completion] = {}
-        async for delta in self.stream(prompt, params, cache_salt=cache_salt, **sampling):
+        how: dict[str, Any] = {"cache_salt": cache_salt, "lora": lora, **sampling}
+        async for delta in self.stream(prompt, params, **how):
             if delta.completion is not None:
                 done[delta.index] = delta.completion
         return [done[index] for index in sorted(done)]

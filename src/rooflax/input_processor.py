@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 
 from rooflax.completion import Sample
@@ -99,11 +100,19 @@ class InputProcessor:
             )
 
     def samples(
-        self, request_id: int, ids: list[int], given: SamplingParams, cache_salt: str = ""
+        self,
+        request_id: int,
+        ids: list[int],
+        given: SamplingParams,
+        cache_salt: str = "",
+        adapter: tuple[int, str] = (0, ""),
     ) -> list[Sample]:
         """A request's `n` sequences, checked, each with its way back to text.
 
         With beams these are the first `n` of the group.
+
+        Args:
+            adapter: its slot, and its digest, by which cached prompts are apart.
 
         Raises:
             RequestError: what this model cannot do, or a form that cannot be compiled.
@@ -113,6 +122,9 @@ class InputProcessor:
         vocab = self._vocab_size
         check_prompt(ids, vocab, self.max_model_len)
         check_salt(cache_salt)
+        salt = (
+            sha256(f"{adapter[1]} {cache_salt}".encode()).hexdigest() if adapter[1] else cache_salt
+        )
         stop = frozenset(given.stop_token_ids)
         if not given.ignore_eos:
             stop |= self.stop_ids
@@ -134,7 +146,7 @@ class InputProcessor:
                 max_tokens,
                 stop,
                 index,
-                kv=KVState(cache_salt),
+                kv=KVState(salt, adapter=adapter[0]),
             )
             for index in range(max(given.n, given.num_beams))
         ]

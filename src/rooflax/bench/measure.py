@@ -99,6 +99,7 @@ class Bench:
             options=work.options,
             max_num_seqs=work.batch,
             mesh=work.mesh,
+            lora=work.lora,
             prefix_caching=False,  # every trial computes its prompts
         )
         longest, room = work.prompt_tokens + work.output_tokens, self.llm.max_model_len

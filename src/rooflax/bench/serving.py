@@ -40,6 +40,7 @@ class Served:
             **vars(work.precision),
             options=work.options,
             max_num_seqs=NUM_SLOTS,
+            lora=work.lora,
         )
         self.work, self.vocab = work, info.config.vocab_size
         if least_tokens > self.llm.max_model_len:

@@ -30,6 +30,7 @@ class Workload:
         deterministic: fixed matmul precision, and XLA's deterministic operations.
         platform: that must be here, "cpu", "gpu" or "tpu"; None takes the best.
         mesh: devices that share the work, as in "tensor=4,data=2"; None is one.
+        lora: the folder of an adapter beside the weights.
     """
 
     model: str | None
@@ -43,6 +44,7 @@ class Workload:
     deterministic: bool = False
     platform: str | None = None
     mesh: str | None = None
+    lora: str | None = None
 
     def __post_init__(self) -> None:
         for name, least in AT_LEAST.items():

@@ -28,7 +28,7 @@ OF_RATE = {
     "target_tpot": "target_tpot_s",
 }
 """Flags that mean something only with --request-rate, and what `Load` calls them."""
-MODEL = ("model", "revision", "offline", "ignore_config_keys")
+MODEL = ("model", "revision", "offline", "ignore_config_keys", "lora")
 SETTINGS = (*LISTS, "no_cache", "no_jit")
 DEVICE = ("platform", "threads")
 LENGTHS = ("prompt_tokens", "output_tokens")
@@ -52,6 +52,7 @@ NEW_PROCESS = (*DEVICE, "deterministic")
 
 def add_flags(parser: Parser) -> None:
     flags.add_model(parser)
+    flags.add_lora(parser)
     add = parser.group("the work; N,N or HOW,HOW measures every combination").add_argument
     add("--batch", metavar="N", type=_counts, default=[1], help="prompts at once; default 1")
     add("--prompt-tokens", metavar="N", type=_counts, default=[64], help="default 64")
@@ -360,6 +361,7 @@ def _workloads(args: argparse.Namespace) -> list[Workload]:
         deterministic=args.deterministic,
         platform=args.platform,
         mesh=args.mesh,
+        lora=args.lora,
     )
     singles = [
         argparse.Namespace(**vars(args) | dict(zip(LISTS, values, strict=True)))

@@ -41,6 +41,7 @@ KEYS = "Ctrl-C stops an answer, Alt-Enter breaks a line, /bye ends, /help lists 
 def add_flags(parser: Parser) -> None:
     flags.add_model(parser, "the embedded chat model")
     flags.add_check(parser)
+    flags.add_lora(parser)
     group = parser.group("conversation")
     group.add_argument("--system", metavar="TEXT", help="system message")
     group.add_argument("-p", "--prompt", metavar="TEXT", help="the first question")

@@ -49,6 +49,10 @@ def add_model(parser: Parser, default: str = "the embedded model", also: str = "
         add_field(parser, SETTINGS[name])
 
 
+def add_lora(parser: Parser) -> None:
+    add_field(parser, SETTINGS["lora"])
+
+
 def add_check(parser: Parser) -> None:
     parser.group("finding the model").add_argument(
         "--check", action="store_true", help="reject weights with NaN or infinity"

@@ -25,6 +25,7 @@ DEFAULT_MAX_TOKENS = 256
 def add_flags(parser: Parser) -> None:
     flags.add_model(parser)
     flags.add_check(parser)
+    flags.add_lora(parser)
     group = parser.group("the prompt")
     group.add_argument(
         "-p", "--prompt", metavar="TEXT",

@@ -38,7 +38,14 @@ def add_flags(parser: Parser) -> None:
     flags.add_check(parser)
     for one in declarations(Settings).values():
         flags.add_field(parser, one)
-    for name in ("max_num_seqs", "max_tokens_per_step", "generation_config"):
+    for name in (
+        "loras",
+        "max_loras",
+        "max_lora_rank",
+        "max_num_seqs",
+        "max_tokens_per_step",
+        "generation_config",
+    ):
         flags.add_field(parser, flags.SETTINGS[name])
     flags.add_max_model_len(parser)
     flags.add_precision(parser)
@@ -60,6 +67,9 @@ def run(args: argparse.Namespace) -> int:
     template = _template(args.chat_template)
     settings = settings_of(args)
     args.model = args.model or CHAT_NAME
+    for name in (lora.partition("=")[0] for lora in args.loras):
+        if name in (settings.served_names or (args.model,)):
+            raise RequestError(f"--lora {name} has the name of the model; give another.")
     from rooflax.server.listening import listen
 
     logging.basicConfig(handlers=[LogLines()], format="%(message)s", level=logging.WARNING)
@@ -186,6 +196,7 @@ def _loader(
                 max_waiting=args.max_waiting,
                 max_tokens_per_step=args.max_tokens_per_step,
                 max_pieces_per_s=MAX_PIECES_PER_S,
+                **{name: getattr(args, name) for name in ("loras", "max_loras", "max_lora_rank")},
                 report=lambda program: tell(f"compiling; {program.name} is done"),
             )
         if template is not None:

@@ -109,6 +109,8 @@ def _loaded(
     if plan.info.left_out and not args.quiet:
         towers = " and ".join(plan.info.left_out)
         terminal.say(f"{name}: its text model is used, its {towers} tower is left out.")
+    if plan.adapter is not None and plan.adapter.config.warning and not args.quiet:
+        terminal.say(plan.adapter.config.warning)
     with (
         terminal.byte_progress(f"loading {name}", plan.load_bytes, args.quiet) as bar,
         terminal.status(f"loading {name}", args.quiet or not is_random),

@@ -1,4 +1,4 @@
-"""`rooflax train`: from scratch or from a checkpoint, full parameters; resumes where it was."""
+"""`rooflax train`: from scratch or from a checkpoint, all weights or LoRA; resumes where it was."""
 
 from __future__ import annotations
 
@@ -59,10 +59,11 @@ def add_flags(parser: Parser) -> None:
 
 def _add_settings(parser: Parser) -> None:
     """One flag per field of TrainConfig."""
-    new, full = DEFAULTS["new weights"], DEFAULTS["full"]
+    new, full, lora = (DEFAULTS[kind] for kind in ("new weights", "full", "lora"))
     for one in declarations(TrainConfig).values():
         if one.name in full:
-            shown = f"{full[one.name]:g}, and {new[one.name]:g} with --config"
+            shown = f"{full[one.name]:g}, of an adapter {lora[one.name]:g}, and "
+            shown += f"{new[one.name]:g} with --config"
             one = replace(one, default=None, shown_default=shown)
         flags.add_field(parser, one)
 
@@ -70,7 +71,8 @@ def _add_settings(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains; 130 if it was interrupted (and saved)."""
     given = {field.name: getattr(args, field.name) for field in fields(TrainConfig)}
-    for name, value in DEFAULTS["full" if args.config is None else "new weights"].items():
+    kind = "new weights" if args.config is not None else args.fine_tune_type
+    for name, value in DEFAULTS[kind].items():
         if given[name] is None:
             given[name] = value
     config, data = TrainConfig(**given), DataConfig(**flags.values_of(args, DataConfig))
@@ -127,7 +129,10 @@ def _train(args: argparse.Namespace, config: TrainConfig, data: DataConfig, out:
             f"the run in {out} was complete after {result.step:,} steps; nothing was trained. "
             f"To go on, give more steps, or train {out / 'model'} into another --out"
         )
-    folder = _save(out, start, result, config.save_dtype)
+    if result.adapter is None:
+        folder = _save(out, start, result, config.save_dtype)
+    else:
+        folder = _save_adapter(out, start, result)
     _report(args, result, folder)
     return 0
 
@@ -136,6 +141,8 @@ def _check_flags(args: argparse.Namespace) -> None:
     """Rejects what does not go together, before anything is read."""
     if args.config is not None and args.model is not None:
         raise RequestError("--config begins with new weights and MODEL goes on; give one of them.")
+    if args.config is not None and args.fine_tune_type != "full":
+        raise RequestError("--config begins with new weights, and an adapter is beside a MODEL's.")
     if args.config is None and args.vocab_size is not None:
         raise RequestError("--vocab-size is for new weights (--config); MODEL has its tokenizer.")
     if args.config is not None and (args.tokenizer is None) == (args.vocab_size is None):
@@ -164,7 +171,7 @@ class _Start:
         from rooflax.models.registry import read_config
 
         where = flags.find_arguments(args) if args.config is None else {}
-        self.check = args.check
+        self.check, self.trains_all = args.check, args.fine_tune_type == "full"
         self.info = None
         self.raw: dict[str, Any] | None = None
         self.tokenizer_folder = Path(args.tokenizer) if args.tokenizer else None
@@ -179,7 +186,7 @@ class _Start:
             return
         self.info = model_info(args.model, **where)
         check_generates(self.info)
-        if is_packed(self.info.raw_config):
+        if is_packed(self.info.raw_config) and args.fine_tune_type == "full":
             raise RequestError(
                 f"{self.info.name} has quantized weights, which cannot be trained; train the model "
                 f"that it was made from, and quantize the result."
@@ -195,7 +202,8 @@ class _Start:
         from rooflax.models.model import build
 
         if self.info is not None:
-            return load(self.info, dtype="float32", check=self.check)
+            dtype = "float32" if self.trains_all else None
+            return load(self.info, dtype=dtype, check=self.check)
         weights = random_weights(self.family, self.config, seed=seed)
         return build(self.family, self.config, weights, None)
 
@@ -438,6 +446,24 @@ def _report_memory(args: argparse.Namespace, model: Model, config: TrainConfig) 
         print(f"{name:<34}{gib(num_bytes):>12}")
 
 
+def _save_adapter(out: Path, start: _Start, result: TrainResult) -> Path:
+    """The trained adapter as PEFT's folder."""
+    from rooflax.loading.adapters import save_adapter
+    from rooflax.loading.save import replace_folder
+
+    adapter, info, folder = result.adapter, start.info, out / "adapter"
+    assert adapter is not None
+    assert info is not None
+    with only_writer(folder):
+        replace_folder(
+            folder,
+            lambda new: save_adapter(
+                new, adapter.matrices, adapter.config, info.family, info.config, info.name
+            ),
+        )
+    return folder
+
+
 def _report(args: argparse.Namespace, result: TrainResult, folder: Path) -> None:
     if args.json:
         terminal.print_json(
@@ -460,4 +486,5 @@ def _report(args: argparse.Namespace, result: TrainResult, folder: Path) -> None
     loss = "" if result.loss is None else f", loss {result.loss:.4f}"
     print(f"{counted(result.step, 'step')}, {result.tokens:,} tokens{loss}{held_out}{test}")
     of_step = "" if result.best_step is None else f", as it was after step {result.best_step:,}"
-    print(f"the model is in {folder}{of_step}")
+    what = "model" if result.adapter is None else "adapter"
+    print(f"the {what} is in {folder}{of_step}")

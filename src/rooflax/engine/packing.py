@@ -26,10 +26,12 @@ from rooflax.ops.sampling import Sampled
 NUM_STEPS, NUM_SAMPLED, EXCHANGE, HEADER = range(4)
 """Numbers of the whole step: decode steps, how many of the first sequences sample, and the mask
 exchange of a dispatch whose masks are made as its tokens come, or 0."""
-SLOT, POSITION, QUERY_START, QUERY_LEN, SAMPLES, NEXT, UNCOUNTED, DISCARDED, FIRST = range(9)
+SLOT, POSITION, QUERY_START, QUERY_LEN, SAMPLES, NEXT, UNCOUNTED, DISCARDED = range(8)
+ADAPTER, FIRST = 8, 9
 """Columns of a sequence; from FIRST on: first positions, block tables. NEXT is the token after its
 tokens, where it has one; UNCOUNTED is how many of its last tokens the device has yet to count, and
-DISCARDED how many of those that it counted last do not stand."""
+DISCARDED how many of those that it counted last do not stand. ADAPTER is the slot of its adapter, 0
+for none."""
 TOKEN, STATE = range(2)
 """Columns of what comes back, before the log-probabilities."""
 RAN, FINITE, ALLOWED = 1, 2, 4
@@ -131,7 +133,7 @@ class Writer:
         slot, sampler = sequence.schedule.slot, sequence.sampler
         uncounted = max(0, start + count + sampler.num_uncounted - sequence.num_tokens)
         columns = [slot, start, self._ends[part], total, samples, following, uncounted]
-        columns.append(sampler.num_discarded)
+        columns += [sampler.num_discarded, sequence.kv.adapter]
         columns += _tables(sequence, layout)
         self._written[index] = columns
         tokens = self._tokens[index] if layout.dense else self._tokens
@@ -183,6 +185,7 @@ class DecodeWriter:
         for index, (sequence, _) in enumerate(known):
             if index >= before or self._known[index] != known[index]:
                 columns = [sequence.schedule.slot, 0, index, 1, True, 0, 0, 0]
+                columns.append(sequence.kv.adapter)
                 self._rows[index] = columns + _tables(sequence, self.layout)
         self._rows[count:before] = self._empty.rows[count:before]
         self._tokens[count:before] = 0

@@ -111,6 +111,7 @@ class KVState:
         num_writable_tokens: positions below it may be written: the blocks hold them, and the next
             one is nobody else's.
         num_published_blocks: how many blocks other sequences may share.
+        adapter: the slot of the LoRA adapter that keys and values come from, from 1 on; 0 is none.
     """
 
     cache_salt: str = ""
@@ -122,6 +123,7 @@ class KVState:
     block_hashes: list[bytes] = field(default_factory=list)
     num_writable_tokens: int = 0
     num_published_blocks: int = 0
+    adapter: int = 0
 
 
 @dataclass(slots=True)

@@ -55,7 +55,8 @@ class StepInput:
 
     @property
     def batch(self) -> Batch:
-        return self.layout.batch(self.packed, self.hidden)
+        batch = self.layout.batch(self.packed, self.hidden)
+        return replace(batch, adapters=self.rows[:, packing.ADAPTER])
 
     @property
     def header(self) -> Int[Array, " numbers"]:

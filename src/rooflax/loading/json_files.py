@@ -68,8 +68,8 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     """
     if (folder / ADAPTER).is_file():
         raise UnsupportedModelError(
-            f"{folder} holds an adapter ({ADAPTER}), which rooflax does not read; merge it into "
-            f"its base model and name the result."
+            f"{folder} holds an adapter ({ADAPTER}), which is no model; name its base model, and "
+            f"give the adapter as `lora`."
         )
     path = folder / "config.json"
     if not os.path.lexists(path):

@@ -13,6 +13,7 @@ from rooflax.loading.model_info import ModelInfo, model_info
 from rooflax.loading.plan import Plan, make_plan
 from rooflax.loading.source import ArraySource
 from rooflax.loading.weights import WeightReader
+from rooflax.models.adapters import adapted
 from rooflax.models.initialize import random_weights
 from rooflax.models.memory import ONE_DEVICE
 from rooflax.models.model import Model, build
@@ -112,6 +113,10 @@ def _resident(plan: Plan, check: bool, progress: Callable[[int], None] | None) -
     model = build(info.family, info.config, weights, plan.max_model_len, storage.dtype)
     if plan.mesh is not None and place is not None:
         model = model.placed(place, plan.mesh, scan=scan)
+    if plan.adapter is not None:
+        model = adapted(model, plan.adapter.read(info))
+    if plan.bank is not None:
+        model = plan.bank.beside(model, info)
     return model
 
 

@@ -6,7 +6,7 @@ ships a GGUF file), "preset:NAME", or nothing: the embedded default.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ class ModelInfo:
         gguf: the GGUF file, opened.
         pooling: how it embeds or scores texts; None where the checkpoint says nothing of it.
         scheme: how another library quantized its weights.
+        change: what is read in place of the checkpoint's tensors, as with an adapter merged.
     """
 
     name: str
@@ -58,6 +59,7 @@ class ModelInfo:
     gguf: GGUFFile | None = None
     pooling: Pooling | None = None
     scheme: Scheme | None = None
+    change: Callable[[Source], Source] | None = None
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -73,7 +75,11 @@ class ModelInfo:
         return Tokenizer(self.gguf or self.folder or embedded_folder())
 
     def weights(self) -> Source:
-        """The tensors of the checkpoint, memory-mapped; not for a preset."""
+        """The tensors of the checkpoint, memory-mapped, with their change; not for a preset."""
+        source = self._stored()
+        return source if self.change is None else self.change(source)
+
+    def _stored(self) -> Source:
         if self.gguf is not None:
             return GGUFWeights(self.gguf, self.family, self.config)
         checkpoint = Checkpoint(self.folder or "")
@@ -81,7 +87,7 @@ class ModelInfo:
 
     def prequantized(self) -> GGUFWeights | KeptCodes | Mxfp4Weights | PackedWeights:
         """Which weights the checkpoint holds quantised, and these packed."""
-        source = self.weights()
+        source = self._stored()
         if isinstance(source, GGUFWeights):
             return source
         if isinstance(source, CodedWeights):

@@ -6,6 +6,7 @@ config.json and the headers of the weight files are read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
@@ -15,6 +16,8 @@ from jax.sharding import Mesh
 from rooflax.errors import RequestError
 from rooflax.fields.declaration import check_names, declarations, takes
 from rooflax.fields.kinds import is_whole
+from rooflax.loading.adapter_bank import Bank, open_bank
+from rooflax.loading.adapters import Adapter, open_adapter
 from rooflax.loading.model_info import ModelInfo, model_info
 from rooflax.loading.packed import is_packed
 from rooflax.loading.schemes import KeptCodes
@@ -88,6 +91,8 @@ class Plan(EngineConfig):
         offloading: which layers stay in memory and which are read at every step; None without a
             weights budget.
         draft: of the smaller model that drafts tokens; None without one.
+        adapter: a LoRA adapter beside the weights; None without one.
+        bank: slots of adapters that requests choose from; None without any.
         generation_config: "none" leaves the checkpoint's defaults of sampling out.
         memory: bytes on each device, with this KV cache.
     """
@@ -98,6 +103,8 @@ class Plan(EngineConfig):
     shards: Shards
     offloading: StreamPlan | None
     draft: Plan | None
+    adapter: Adapter | None = None
+    bank: Bank | None = None
     generation_config: str = "auto"
     memory: MemoryEstimate
 
@@ -167,7 +174,31 @@ class Plan(EngineConfig):
         )
         if self.offloading is not None:
             need = replace(need, weights=self.offloading.memory_bytes)
+        if self.adapter is not None:
+            need = replace(need, weights=need.weights + self.adapter.nbytes)
+        if self.bank is not None:
+            need = replace(need, weights=need.weights + self.bank.nbytes)
         return need
+
+    def with_bank(
+        self, loras: Sequence[str], max_loras: int | None = None, max_rank: int | None = None
+    ) -> Plan:
+        """The plan with adapters that requests choose from, each as NAME=DIR.
+
+        Args:
+            max_loras: slots; None is as many as there are adapters.
+            max_rank: of an adapter; None is the largest of theirs.
+
+        Raises:
+            RooflaxError: a name twice, a folder that holds no adapter of the model, or more than
+                the slots hold.
+        """
+        _check_adaptable(self.mesh, self.offloading)
+        if self.adapter is not None:
+            raise RequestError("lora is for all requests, and loras are chosen; give one of them.")
+        bank = open_bank(loras, self.info, max_loras, max_rank)
+        plan = replace(self, bank=bank)
+        return plan._with_blocks(plan.num_blocks)
 
     def padding(self) -> dict[str, int]:
         """Bytes of the estimate that only fill tiles and parts up, by the size that is padded."""
@@ -336,6 +367,12 @@ def make_plan(
     offloading = None if budget is None else _plan_offloading(info, storage, length, budget)
     if offloading is not None:
         storage = replace(storage, offloaded=frozenset(offloading.streamed))
+    adapter = None
+    if "lora" in asked:
+        _check_adaptable(mesh, offloading)
+        if not isinstance(asked["lora"], str | Path):
+            raise RequestError(f"lora is {asked['lora']!r:.80}; it must be a folder.", param="lora")
+        adapter = open_adapter(asked["lora"], info)
     draft = None
     if speculate is not None and speculate != NGRAM:
         same = ("quantize", "dtype", "kv_dtype", "offline", "ignore_config_keys")
@@ -355,6 +392,7 @@ def make_plan(
         shards=shards,
         offloading=offloading,
         draft=draft,
+        adapter=adapter,
         num_draft_tokens=0 if speculate is None else num_draft_tokens or DEFAULT_DRAFT_TOKENS,
         prefix_caching=prefix_caching,
         generation_config=generation_config,
@@ -396,6 +434,19 @@ def resolve_precision(
     storage = Storage(dtype, quantize, keeps_bfloat16, prequantized, dequantized)
     is_coarse = storage.quantizes_activations and dtype == "float32" and platform == "cpu"
     return asked.kv_dtype or ("float16" if is_coarse else dtype), storage
+
+
+def _check_adaptable(mesh: Mesh | None, offloading: StreamPlan | None) -> None:
+    """
+    Raises:
+        RequestError: what an adapter does not go with.
+    """
+    if mesh is not None:
+        raise RequestError("lora is for one device; leave the mesh out.", param="lora")
+    if offloading is not None and offloading.streamed:
+        raise RequestError(
+            "lora is for weights in memory; leave the weights budget out.", param="lora"
+        )
 
 
 def _check_stages(info: ModelInfo, storage: Storage) -> None:

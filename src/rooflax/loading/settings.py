@@ -65,6 +65,9 @@ class EngineSettings(TypedDict, total=False):
         shown_default="one device", group="where to run", metavar="AXIS=N")]
     revision: Annotated[str | None, _finding(
         Text(), "branch, tag or commit of a hub id", metavar="REF")]
+    lora: Annotated[str | Path | None, _finding(
+        Text(), "a LoRA adapter for the model: PEFT's folder, with adapter_model.safetensors",
+        metavar="DIR")]
     offline: Annotated[bool, _finding(
         Flag(), "use downloaded models only", default=False, flags=("--offline",))]
     ignore_config_keys: Annotated[Sequence[str], _finding(
@@ -89,6 +92,14 @@ class ServingSettings(EngineSettings, total=False):
     kv_blocks: Annotated[tuple[int, ...] | None, _field(
         Kind(), "blocks of the KV cache per layer group",
         shown_default="enough for all, or what half of the free memory holds")]
+    loras: Annotated[Sequence[str], _finding(
+        Several(Text()), "a LoRA adapter that requests choose by NAME as their model: PEFT's "
+        "folder", default=(), flags=("--lora", "--lora-modules"), metavar="NAME=DIR")]
+    max_loras: Annotated[int | None, _finding(
+        Whole(1, 64), "slots of adapters", shown_default="as many as are given", metavar="N")]
+    max_lora_rank: Annotated[int | None, _finding(
+        Whole(1, 512), "the largest rank of an adapter",
+        shown_default="that of those that are given", metavar="N")]
     max_pieces_per_s: Annotated[float | None, _field(
         Number(0, above=True), "of all streams together; what comes faster is merged",
         shown_default="no limit")]

@@ -25,6 +25,7 @@ from rooflax.nn.placement import Placer, put
 from rooflax.nn.rope import RopeTable, query_scale, rope_arrays
 from rooflax.nn.weights import WeightLine
 from rooflax.ops.accelerator import block_size
+from rooflax.ops.linear.adapted import with_rows
 
 
 @jax.tree_util.register_dataclass
@@ -73,8 +74,11 @@ class Model:
         if cache is None and batch.query_starts is not None:
             batch = batch.in_blocks(len(self.config.groups.windows), block_size())
         own = mesh_lib.local_tokens(batch, shards)
+        weights = self.weights
+        if batch.adapters is not None and batch.query_starts is not None:
+            weights = with_rows(weights, batch.adapters[batch.owners[0]])
         hidden, cache = self.config.forward(
-            self.weights,
+            weights,
             self.rope,
             own,
             cache,

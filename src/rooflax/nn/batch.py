@@ -53,6 +53,7 @@ class Batch:
             this step alone; see `in_blocks`.
         hidden: what enters the layers in place of the tokens' embedding, where the layers before
             ran by themselves. None is the embedding.
+        adapters: of a list, the slot of each sequence's adapter, from 1 on; 0 is none.
     """
 
     tokens: Int[Array, "rows seq"]
@@ -69,6 +70,7 @@ class Batch:
     split: tuple[str, ...] = field(default=(), metadata={"static": True})
     step_blocks: int = field(default=0, metadata={"static": True})
     hidden: Float[Array, "rows seq hidden"] | None = None
+    adapters: Int[Array, " sequences"] | None = None
 
     @staticmethod
     def dense(

@@ -30,7 +30,7 @@ from rooflax.ops.attention import (
 )
 from rooflax.ops.control import is_traced, scan
 from rooflax.ops.linear.api import LINEAR
-from rooflax.ops.weights import MixedStack, StackMember, at, stack_leaves, taken
+from rooflax.ops.weights import Composite, MixedStack, StackMember, at, stack_leaves, taken
 
 LayerWeights = dict[str, Any]
 Attend = Callable[..., Float[Array, "B T N H"]]
@@ -130,7 +130,10 @@ def _scan(
     """
     repeats = _num_repeats(stacked)
     stays = LINEAR.preferred(shared.options.kernels).reads_stacks
-    kept = [{k: w for k, w in layer.items() if _is_mixed(w) or stays(w)} for layer in stacked]
+    whole = MixedStack | Composite
+    kept = [
+        {k: w for k, w in layer.items() if isinstance(w, whole) or stays(w)} for layer in stacked
+    ]
     moved = [{k: w for k, w in stacked[i].items() if k not in kept[i]} for i in range(len(kept))]
 
     def body(carry: Any, xs: Any) -> tuple[Any, None]:

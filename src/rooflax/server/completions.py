@@ -126,6 +126,7 @@ class _Answer:
                 self.ids,
                 self.params,
                 owner=call.owner,
+                model=call.model,
                 cache_salt=call.cache_salt,
                 form_field=form_field(found),
             )

@@ -96,8 +96,9 @@ class Service:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Under which the model is served."""
-        return self.settings.served_names or (self._name,)
+        """Under which the model is served, and then its adapters."""
+        own = self.settings.served_names or (self._name,)
+        return own if self.engine is None else (*own, *self.engine.loras)
 
     def ready(self) -> AsyncLLM:
         """The engine.
@@ -374,6 +375,7 @@ class Service:
         params: SamplingParams,
         *,
         owner: str,
+        model: str = "",
         cache_salt: str = "",
         decoders: Callable[[int], TextDecoder] | None = None,
         form_field: str | None = None,
@@ -381,15 +383,17 @@ class Service:
         """The pieces of all prompts' samples; closing it ends them.
 
         Args:
+            model: one of `names`.
             form_field: of the request, that asked for a schema, a regex or a grammar.
 
         Raises:
             RooflaxError: the request cannot be done, or failed.
         """
         engine = self.ready()
+        lora = model if model in engine.loras else None
         with self.prompt_tokens(sum(map(len, prompts)), owner):
             streams = [
-                engine.stream(ids, params, cache_salt=cache_salt, decoders=decoders)
+                engine.stream(ids, params, cache_salt=cache_salt, lora=lora, decoders=decoders)
                 for ids in prompts
             ]
             async with aclosing(streams[0] if len(streams) == 1 else _merged(streams)) as deltas:

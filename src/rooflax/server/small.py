@@ -46,9 +46,11 @@ def _card(service: Service, name: str) -> dict[str, Any]:
         "dtype": llm.plan.storage.dtype, "architecture": llm.info.family,
         "n_params": llm.model.num_parameters, "size": llm.plan.memory.weights,
     }  # fmt: skip
+    folder = service.ready().loras.get(name)
+    root, parent = (name, None) if folder is None else (str(folder), service.names[0])
     return {
         "id": name, "object": "model", "created": service.created, "owned_by": "rooflax",
-        "root": name, "parent": None, "max_model_len": llm.max_model_len, "meta": meta,
+        "root": root, "parent": parent, "max_model_len": llm.max_model_len, "meta": meta,
     }  # fmt: skip
 
 

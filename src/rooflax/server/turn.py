@@ -130,6 +130,7 @@ class Turn:
                 [prompt.ids],
                 params,
                 owner=call.owner,
+                model=call.model,
                 cache_salt=call.cache_salt,
                 decoders=reader,
                 form_field=form_field(self.found) if self._form else "tools",

@@ -9,17 +9,19 @@ from functools import partial
 from typing import Any, Literal
 
 from rooflax.errors import RequestError
-from rooflax.fields.declaration import declare, documented, read_fields
+from rooflax.fields.declaration import declarations, declare, documented, read_fields
 from rooflax.fields.kinds import Choice, Flag, Number, Text, Whole
 
 DEFAULTS: Mapping[str, Mapping[str, float]] = {
     "new weights": {"learning_rate": 1e-3, "weight_decay": 0.1},
     "full": {"learning_rate": 2e-5, "weight_decay": 0.0},
+    "lora": {"learning_rate": 1e-4, "weight_decay": 0.0},
 }
 """Fields that nobody sets, by what is trained: random weights; all of a checkpoint's, which more
-would undo."""
+would undo; an adapter beside them, whose B begins as zeros."""
 SAVE_DTYPES = ("bfloat16", "float32", "float16")
 
+FINE_TUNE_TYPES = ("full", "lora")
 COMPUTE_DTYPES = ("float32", "bfloat16")
 TRUNCATIONS = ("reject", "cut")
 LAYERS = ("unrolled", "scan")
@@ -33,6 +35,8 @@ LENGTH = frozenset({"epochs", "tokens", "steps", "warmup_steps"})
 
 NEW = DEFAULTS["new weights"]
 _field = partial(declare, group="training")
+ADAPTERS = "adapters"
+_adapter = partial(declare, group=ADAPTERS)
 _data = partial(declare, group="what to train")
 
 
@@ -134,6 +138,24 @@ class TrainConfig:
     save_dtype: Literal["bfloat16", "float32", "float16"] = _field(
         Choice(SAVE_DTYPES), "of the saved model; training and checkpoints are float32",
         default="bfloat16", metavar="TYPE")
+    fine_tune_type: Literal["full", "lora"] = _adapter(
+        Choice(FINE_TUNE_TYPES), "all weights, or a LoRA adapter beside weights that stay as they "
+        "are, quantized ones too (QLoRA)", default="full", metavar="TYPE")
+    lora_rank: int = _adapter(
+        Whole(1, 4096), "rank", default=8, flags=("--lora-rank", "--lora-r"), metavar="N")
+    lora_alpha: float = _adapter(
+        Number(0, above=True), "what B A is multiplied by, over the rank", default=16.0,
+        metavar="X")
+    lora_dropout: float = _adapter(
+        Number(0, 1, below=True), "share of what A multiplies that is dropped in training",
+        default=0.0, metavar="X")
+    use_rslora: bool = _adapter(
+        Flag(), "rsLoRA: alpha over the root of the rank", default=False, flags=("--use-rslora",))
+    target_modules: str = _adapter(
+        Text(), "linear layers to train: all-linear, or names such as q_proj,v_proj",
+        default="all-linear", metavar="NAMES")
+    num_layers: int | None = _adapter(
+        Whole(1), "the last layers alone", shown_default="all", metavar="N")
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -190,7 +212,9 @@ class TrainConfig:
         if type(saved.get("steps")) is int and self.num_steps > saved["steps"]:
             may_change = MAY_CHANGE | LENGTH
         for field in fields(self):
-            now, then = getattr(self, field.name), saved.get(field.name)
+            is_new = declarations(TrainConfig)[field.name].group == ADAPTERS  # 0.1.0 had none
+            otherwise = field.default if is_new else None
+            now, then = getattr(self, field.name), saved.get(field.name, otherwise)
             if field.name not in may_change and now != then:
                 how = "resume with the same settings or train into another folder"
                 if field.name == "steps":

@@ -20,11 +20,14 @@ import jax.numpy as jnp
 
 from rooflax.errors import EngineError, RequestError
 from rooflax.files import only_writer
+from rooflax.loading.adapter_config import AdapterConfig
+from rooflax.models.adapters import LowRank
 from rooflax.models.model import Model
 from rooflax.models.registry import family
 from rooflax.nn.layers import unstack_layers
 from rooflax.processes import check_not_forked
 from rooflax.signals import stop_asked
+from rooflax.train.adapters import LORA, LoraTraining
 from rooflax.train.checkpoint import (
     list_checkpoints,
     load_state,
@@ -48,17 +51,26 @@ from rooflax.train.step import (
 
 
 @dataclass(frozen=True)
+class TrainedAdapter:
+    """What LoRA has trained: the matrices by module, and the config that PEFT needs with them."""
+
+    matrices: dict[str, LowRank]
+    config: AdapterConfig
+
+
+@dataclass(frozen=True)
 class TrainResult:
     """How a run ended.
 
     Attributes:
-        model: with the trained float32 weights, layers unrolled.
+        model: with the trained float32 weights, layers unrolled; with LoRA the base.
         step: optimizer steps done.
         tokens: tokens seen.
         loss: of the last step; None if there was none.
         held_out_loss, bits_per_byte: over all held-out rows; None if interrupted or without any.
         test_loss: over all rows to test; None if interrupted or without any.
         interrupted: stopped by SIGINT; a checkpoint was saved.
+        adapter: what LoRA has trained; None where all weights were.
         was_complete: the folder held the whole run already, and nothing was trained.
         best_step: whose weights the model has, if that is not the last step.
         stopped_early: held-out losses did not fall any more (`patience`).
@@ -75,6 +87,7 @@ class TrainResult:
     test_loss: float | None = None
     best_step: int | None = None
     stopped_early: bool = False
+    adapter: TrainedAdapter | None = None
 
 
 def run_training(
@@ -108,7 +121,7 @@ def run_training(
         OSError: the disk is full; the newest checkpoint stays whole.
     """
     check_not_forked()
-    check_trainable(model)
+    check_trainable(model, config)
     with only_writer(folder, folder / ".run.lock", makes_folders=True):
         run = _Run(model, config, training, held_out, test, folder, say)
         return run.train(progress)
@@ -120,7 +133,7 @@ def resolved(config: TrainConfig, training: Corpus) -> TrainConfig:
     return config.resolved(num_rows)
 
 
-def check_trainable(model: Model) -> None:
+def check_trainable(model: Model, config: TrainConfig) -> None:
     """Rejects weights that have no gradients.
 
     Raises:
@@ -131,10 +144,12 @@ def check_trainable(model: Model) -> None:
             f"The model is {model.family}, whose layers with state rooflax does not train; train a "
             f"model with attention alone."
         )
+    if config.fine_tune_type == LORA:
+        return
     if not all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(model.weights)):
         raise RequestError(
             "The model has quantized weights, which cannot be trained; load it without `quantize`, "
-            "or the model that it was made from."
+            "or the model that it was made from, or train an adapter (`fine_tune_type` lora)."
         )
 
 
@@ -187,9 +202,11 @@ class _Run:
         self.rows = Rows(training, config.seq_len, config.seed)
         self.held_out_rows = self._other_rows(held_out, "held-out corpus")
         self.test_rows = self._other_rows(test, "corpus to test on")
+        self.lora = LoraTraining(self.model, config) if config.fine_tune_type == LORA else None
+        self.fixed = self.model.rope if self.lora is None else self.model
         self.optimizer = make_optimizer(model.table, self.model.weights, config)
-        self.train_step = make_train_step(self.model, self.optimizer, config)
-        self.eval_step = make_eval_step(self.model, config)
+        self.train_step = make_train_step(self.model, self.optimizer, config, self.lora)
+        self.eval_step = make_eval_step(self.model, config, self.lora)
         self.rate = learning_rate(config)
         self.loss: float | None = None
         self.saved_step = -1
@@ -220,7 +237,8 @@ class _Run:
 
     def _start(self) -> tuple[TrainState, int]:
         """The state to go on from, and how much of the log belongs to it."""
-        state = init_state(self.model.weights, self.optimizer)
+        trained = self.model.weights if self.lora is None else self.lora.start()
+        state = init_state(trained, self.optimizer)
         remove_unfinished(self.checkpoints)
         found = list_checkpoints(self.checkpoints)
         if not found:
@@ -281,7 +299,7 @@ class _Run:
         started = time.perf_counter()
         batch = self.rows.batch(self.step, self.config.batch_size)
         lr = float(self.rate(self.step))
-        self.state, metrics = self.train_step(self.state, self.model.rope, batch)
+        self.state, metrics = self.train_step(self.state, self.fixed, batch)
         self.loss = _finite(float(metrics.loss), self.step + 1)
         self.step += 1
         step_s = time.perf_counter() - started
@@ -354,7 +372,7 @@ class _Run:
             return None
         total = count = 0.0
         for batch in rows.spread(num_batches, self.config.batch_size):
-            loss, tokens = self.eval_step(self.state.weights, self.model.rope, batch)
+            loss, tokens = self.eval_step(self.state.weights, self.fixed, batch)
             total, count = total + float(loss), count + float(tokens)
         return total / max(count, 1.0)
 
@@ -399,13 +417,19 @@ class _Run:
     def result(
         self, held_out_loss: float | None, interrupted: bool, was_complete: bool
     ) -> TrainResult:
-        weights = self.state.weights
-        weights = unstack_layers(weights) if self.config.layers == "scan" else weights
+        model, adapter = self.model, None
+        if self.lora is None:
+            weights = self.state.weights
+            weights = unstack_layers(weights) if self.config.layers == "scan" else weights
+            model = replace(self.model, weights=weights)
+        else:
+            adapter = TrainedAdapter(self.lora.adapters(self.state.weights), self.lora.config)
         bits = None
         if held_out_loss is not None and self.held_out is not None:
             bits = self.held_out.bits_per_byte(held_out_loss)
         return TrainResult(
-            model=replace(self.model, weights=weights),
+            model=model,
+            adapter=adapter,
             step=self.step,
             tokens=self.step * self.config.tokens_per_step,
             loss=self.loss,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from rooflax.models.model import Model
 from rooflax.nn.host_memory import rss_bytes
+from rooflax.train.adapters import LORA, LoraTraining
 from rooflax.train.config import TrainConfig
 from rooflax.train.data import PackedBatch
 from rooflax.train.step import init_state, make_optimizer, make_train_step
@@ -19,13 +20,15 @@ def training_memory(model: Model, config: TrainConfig) -> Mapping[str, int]:
     """Bytes by part: compiles the step, and runs nothing."""
     model = model.stacked() if config.layers == "scan" else model
     optimizer = make_optimizer(model.table, model.weights, config)
-    weights = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), model.weights)
+    lora = LoraTraining(model, config) if config.fine_tune_type == LORA else None
+    trained = model.weights if lora is None else lora.start()
+    weights = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), trained)
     state = jax.eval_shape(lambda weights: init_state(weights, optimizer), weights)
     rows = (config.batch_size, config.seq_len)
     kinds = (jnp.int32, jnp.int32, jnp.float32, jnp.int32, jnp.int32)
     batch = PackedBatch(*(jax.ShapeDtypeStruct(rows, kind) for kind in kinds))
-    step: Any = make_train_step(model, optimizer, config)
-    program = step.lower(state, model.rope, batch).compile()
+    step: Any = make_train_step(model, optimizer, config, lora)
+    program = step.lower(state, model.rope if lora is None else model, batch).compile()
     analysis: Any = program.memory_analysis()
     start = _bytes(model.weights)
     return {

@@ -17,8 +17,8 @@ from jaxtyping import Array, Float
 from rooflax.models.model import Model
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
-from rooflax.nn.rope import RopeTable
 from rooflax.nn.weights import LAYER_PREFIX, WeightLine
+from rooflax.train.adapters import LoraTraining
 from rooflax.train.config import TrainConfig
 from rooflax.train.data import PackedBatch
 
@@ -68,7 +68,7 @@ def learning_rate(config: TrainConfig) -> Callable[[Any], Any]:
 def make_optimizer(
     table: dict[str, WeightLine], weights: dict[str, Any], config: TrainConfig
 ) -> optax.GradientTransformation:
-    """Clipping by global norm, then AdamW whose decay touches matrices only.
+    """Clipping by global norm, then AdamW whose decay touches matrices only: all of an adapter.
 
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019.
     """
@@ -77,7 +77,7 @@ def make_optimizer(
         b1=config.beta1,
         b2=config.beta2,
         weight_decay=config.weight_decay,
-        mask=decay_mask(table, weights),
+        mask=decay_mask(table, weights) if config.fine_tune_type == "full" else None,
     )
     if config.clip_norm == 0:
         return _mixing_types(adamw)
@@ -119,24 +119,27 @@ def init_state(weights: dict[str, Any], optimizer: optax.GradientTransformation)
     return TrainState(masters, jax.jit(optimizer.init)(masters), jnp.zeros((), jnp.int32))
 
 
-def make_train_step(model: Model, optimizer: Any, config: TrainConfig) -> Step:
-    """The jitted step: (state, rope, batch) -> (state, metrics); the state is donated.
+def make_train_step(
+    model: Model, optimizer: Any, config: TrainConfig, lora: LoraTraining | None = None
+) -> Step:
+    """The jitted step: (state, fixed, batch) -> (state, metrics); the state is donated.
 
     With k micro-batches the rows are computed k at a time in a loop; each part's loss is its sum
     over tokens divided by the whole step's count, so that the gradient is that of one batch.
 
     Args:
         model: gives architecture and family; its arrays are not captured.
+        lora: what is trained, if not all weights.
     """
-    loss_sum = make_loss_sum(model, config)
+    loss_sum = make_loss_sum(model, config, lora)
 
-    def step(
-        state: TrainState, rope: RopeTable | None, batch: PackedBatch
-    ) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, fixed: Any, batch: PackedBatch) -> tuple[TrainState, Metrics]:
         total = jnp.sum(batch.mask)
         scale = 1.0 / jnp.maximum(total, 1.0)
-        part = jax.value_and_grad(lambda w, b: loss_sum(w, rope, b) * scale)
-        loss, grads = _accumulate(part, state.weights, batch, config.micro_batches)
+        rows = batch.mask.shape[0]
+        seeds = state.step * rows + jnp.arange(rows, dtype=jnp.int32)
+        part = jax.value_and_grad(lambda w, b: loss_sum(w, fixed, *b) * scale)
+        loss, grads = _accumulate(part, state.weights, (batch, seeds), config.micro_batches)
         norm = global_norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.weights)
         weights = cast(dict[str, Any], optax.apply_updates(state.weights, updates))
@@ -145,20 +148,27 @@ def make_train_step(model: Model, optimizer: Any, config: TrainConfig) -> Step:
     return jax.jit(step, donate_argnums=0)
 
 
-def make_eval_step(model: Model, config: TrainConfig) -> Callable[..., tuple[Any, Any]]:
-    """The jitted function (weights, rope, batch) -> (summed loss, number of tokens)."""
-    loss_sum = make_loss_sum(model, replace(config, remat=None))
+def make_eval_step(
+    model: Model, config: TrainConfig, lora: LoraTraining | None = None
+) -> Callable[..., tuple[Any, Any]]:
+    """The jitted function (weights, fixed, batch) -> (summed loss, number of tokens)."""
+    loss_sum = make_loss_sum(model, replace(config, remat=None), lora)
 
-    def evaluate(weights: Any, rope: Any, batch: PackedBatch) -> tuple[Any, Any]:
+    def evaluate(weights: Any, fixed: Any, batch: PackedBatch) -> tuple[Any, Any]:
         micro = _split_rows(batch, config.micro_batches)
-        sums = jax.lax.map(lambda part: loss_sum(weights, rope, part), micro)
+        sums = jax.lax.map(lambda part: loss_sum(weights, fixed, part), micro)
         return jnp.sum(sums), jnp.sum(batch.mask)
 
     return jax.jit(evaluate)
 
 
-def make_loss_sum(model: Model, config: TrainConfig) -> Callable[..., Float[Array, ""]]:
-    """(weights, rope, batch) -> cross-entropy summed over the mask, in nats, float32.
+def make_loss_sum(
+    model: Model, config: TrainConfig, lora: LoraTraining | None = None
+) -> Callable[..., Float[Array, ""]]:
+    """(weights, fixed, batch, seeds) -> cross-entropy summed over the mask, in nats, float32.
+
+    `fixed` is what is not trained: RoPE's tables, or with an adapter the base model. `seeds` are
+    the rows', for the adapter's dropout; None is none.
 
     loss = sum over tokens of mask * (logsumexp(logits) - logits[target])
 
@@ -179,9 +189,12 @@ def make_loss_sum(model: Model, config: TrainConfig) -> Callable[..., Float[Arra
         return jax.tree.map(lambda w, matrix: w.astype(dtype) if matrix else w, weights, mask)
 
     def loss_sum(
-        weights: dict[str, Any], rope: RopeTable | None, batch: PackedBatch
+        weights: dict[str, Any], fixed: Any, batch: PackedBatch, seeds: Any = None
     ) -> Float[Array, ""]:
-        computed = replace(skeleton, weights=cast(weights), rope=rope, dtype=None)
+        if lora is None:
+            computed = replace(skeleton, weights=cast(weights), rope=fixed, dtype=None)
+        else:
+            computed = replace(lora.model(fixed, weights, seeds), dtype=config.dtype)
         tokens = Batch.dense(batch.tokens, positions=batch.positions, segment_ids=batch.segment_ids)
         hidden, _ = computed.forward(tokens, None, options=options, remat=config.remat)
 
@@ -215,12 +228,12 @@ def _split_rows(tree: Any, parts: int) -> Any:
     return jax.tree.map(lambda a: a.reshape(parts, a.shape[0] // parts, *a.shape[1:]), tree)
 
 
-def _accumulate(part: Callable, weights: Any, batch: PackedBatch, parts: int) -> tuple[Any, Any]:
+def _accumulate(part: Callable, weights: Any, batch: Any, parts: int) -> tuple[Any, Any]:
     """Sum of (loss, gradient) over the micro-batches."""
     if parts == 1:
         return part(weights, batch)
 
-    def body(carry: Any, micro: PackedBatch) -> tuple[Any, None]:
+    def body(carry: Any, micro: Any) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, carry, part(weights, micro)), None
 
     zeros = (jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, weights))

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from rooflax.cli.main import main
 from rooflax.errors import RequestError
 from rooflax.loading.load import load
 from rooflax.loading.model_info import embedded_folder
@@ -296,3 +297,19 @@ def test_generation_defaults_go_along(rooflax, data):
     found = json.loads((data / "run/model/generation_config.json").read_text())
     wanted = json.loads((embedded_folder() / "generation_config.json").read_text())
     assert {name: found.get(name) for name in wanted} == wanted
+
+
+def test_an_adapter_is_trained_and_run(tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("def add(a, b):\n    return a + b\n" * 40, encoding="utf-8")
+    out = tmp_path / "run"
+    command = ["train", "--data", str(text), "--held-out-fraction", "0", "--out", str(out)]
+    command += ["--fine-tune-type", "lora", "--steps", "2", "--batch", "2", "--seq-len", "32"]
+    assert main([*command, "--target-modules", "q_proj,up_proj", "--num-layers", "1"]) == 0
+    assert f"the adapter is in {out / 'adapter'}" in capsys.readouterr().out
+    said = json.loads((out / "adapter/adapter_config.json").read_text())
+    assert said["target_modules"] == ["q_proj", "up_proj"]
+    assert said["layers_to_transform"] == [5]
+    assert not (out / "model").exists()
+    command = ["generate", "--lora", str(out / "adapter"), "-p", "def", "-n", "2", "--quiet"]
+    assert main([*command, "--temperature", "0"]) == 0

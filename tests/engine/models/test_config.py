@@ -536,10 +536,14 @@ def test_config_json_that_is_not_there(tmp_path):
 
 def test_an_adapter_in_place_of_a_model_is_rejected_by_name(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(UnsupportedModelError, match=r"an adapter .*, which .*merge it"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"an adapter .*, which is no model; name its base"
+    ):
         read_config_json(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UnsupportedModelError, match=r"an adapter .*, which .*merge it"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"an adapter .*, which is no model; name its base"
+    ):
         read_config_json(tmp_path)
 
 

@@ -40,6 +40,7 @@ class ScriptedLLM:
         self.asked: list[tuple[list[int], SamplingParams, str]] = []
         self.num_open = self.num_cut = 0
         self.error: tuple[int, Exception] | None = None
+        self.loras: dict[str, Any] = {}
         self.state = Health(False, None, 0, 0.0)
 
     def says(self, text: str, *, ends: bool = True) -> Script:
@@ -49,7 +50,13 @@ class ScriptedLLM:
         return lambda prompt, params, index: [*ids, *end]
 
     async def stream(
-        self, prompt: Any, params: Any = None, *, cache_salt: str = "", decoders: Any = None
+        self,
+        prompt: Any,
+        params: Any = None,
+        *,
+        cache_salt: str = "",
+        lora: str | None = None,
+        decoders: Any = None,
     ) -> AsyncGenerator[Delta, None]:
         self.asked.append((list(prompt), params, cache_salt))
         samples = self.llm.processor.samples(0, list(prompt), params, cache_salt)

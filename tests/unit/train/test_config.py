@@ -11,12 +11,15 @@ from rooflax.train.config import MAY_CHANGE, REMAT, TrainConfig
 
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 POSITIVE = ("steps", "tokens", "batch_size", "seq_len", "micro_batches", "loss_rows",
-            "eval_batches", "keep", "patience")  # fmt: skip
+            "eval_batches", "keep", "patience", "lora_rank",
+            "num_layers")  # fmt: skip
 NOT_NEGATIVE = ("warmup_steps", "seed", "eval_every", "checkpoint_every")
 MAY_BE_NONE = ("warmup_steps",)
-FLAGS = ("save_best",)
-NUMBERS = ("learning_rate", "min_lr_ratio", "weight_decay", "clip_norm", "beta1", "beta2")
-CHOICES = ("dtype", "remat", "layers", "save_dtype")
+FLAGS = ("save_best", "use_rslora")
+TEXTS = ("target_modules",)
+NUMBERS = ("learning_rate", "min_lr_ratio", "weight_decay", "clip_norm", "beta1", "beta2",
+           "lora_alpha", "lora_dropout")  # fmt: skip
+CHOICES = ("dtype", "remat", "layers", "save_dtype", "fine_tune_type")
 
 
 def make(**given):
@@ -34,7 +37,14 @@ def rejected(**given):
 
 
 def test_every_field_is_of_one_kind():
-    assert {*POSITIVE, *NOT_NEGATIVE, *NUMBERS, *CHOICES, *FLAGS, "epochs"} == FIELDS.keys()
+    fields = {*POSITIVE, *NOT_NEGATIVE, *NUMBERS, *CHOICES, *FLAGS, *TEXTS, "epochs"}
+    assert fields == FIELDS.keys()
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("value", [1, 2.5, ["q_proj"]])
+def test_texts(name, value):
+    rejected(**{name: value})
 
 
 @pytest.mark.parametrize("name", POSITIVE)
@@ -147,6 +157,8 @@ OTHER = {
     "remat": "dots", "layers": "scan", "loss_rows": 4, "eval_every": 3, "eval_batches": 5,
     "checkpoint_every": 9, "keep": 7, "save_dtype": "float32", "patience": 3,
     "save_best": True,
+    "fine_tune_type": "lora", "lora_rank": 4, "lora_alpha": 3.0, "lora_dropout": 0.1,
+    "use_rslora": True, "target_modules": "q_proj", "num_layers": 2,
 }  # fmt: skip
 
 

@@ -1,0 +1,135 @@
+"""`Bank`: LoRA adapters in slots beside one model, of which each request has one or none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rooflax.errors import RequestError
+from rooflax.loading.adapters import Adapter, open_adapter
+from rooflax.loading.model_info import ModelInfo
+from rooflax.models.adapters import HEAD, banked, targets
+from rooflax.models.model import Model
+
+MOST_CHARACTERS = 200
+
+
+@dataclass(frozen=True)
+class Bank:
+    """Adapters by their names, in slots of one size.
+
+    Attributes:
+        adapters: of each slot; None is an empty one.
+        modules: the linear layers that have slots.
+        rank: the most of an adapter.
+        slot_bytes: of a slot's matrices.
+    """
+
+    adapters: tuple[tuple[str, Adapter] | None, ...]
+    modules: tuple[str, ...]
+    rank: int
+    slot_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.adapters) * self.slot_bytes
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(one[0] for one in self.adapters if one is not None)
+
+    def slot(self, name: str) -> tuple[int, str]:
+        """An adapter's slot, from 1 on, and its digest.
+
+        Raises:
+            RequestError: there is none of that name.
+        """
+        for number, one in enumerate(self.adapters, start=1):
+            if one is not None and one[0] == name:
+                return number, one[1].digest
+        raise RequestError(
+            f"lora is {name!r:.80}; there is {', '.join(self.names) or 'none'}.", param="lora"
+        )
+
+    def beside(self, model: Model, info: ModelInfo) -> Model:
+        """The model with these adapters; with others of the same bank nothing compiles."""
+        banks = [{} if one is None else one[1].read(info) for one in self.adapters]
+        return banked(model, banks, self.modules, self.rank)
+
+    def with_adapter(self, name: str, folder: str, info: ModelInfo) -> Bank:
+        """The bank with one more.
+
+        Raises:
+            RooflaxError: the name is taken, no slot is free, or the adapter does not fit.
+        """
+        if name in self.names:
+            raise RequestError(f"There is an adapter {name!r} already.")
+        if None not in self.adapters:
+            raise RequestError(
+                f"All {len(self.adapters)} slots hold adapters; start with more `max_loras`."
+            )
+        adapter = _checked(name, open_adapter(folder, info))
+        if adapter.rank > self.rank:
+            raise RequestError(
+                f"{folder} has rank {adapter.rank}, and slots hold {self.rank}; start with a "
+                f"larger `max_lora_rank`."
+            )
+        if beyond := adapter.targets.keys() - set(self.modules):
+            raise RequestError(
+                f"{folder} changes {min(beyond)}, which has no slots: none of the adapters at the "
+                f"start changed it."
+            )
+        adapters = list(self.adapters)
+        adapters[adapters.index(None)] = name, adapter
+        return replace(self, adapters=tuple(adapters))
+
+
+def open_bank(
+    loras: Sequence[str], info: ModelInfo, max_loras: int | None, max_rank: int | None
+) -> Bank:
+    """The adapters that NAME=DIR name, in slots.
+
+    Raises:
+        RooflaxError: a name twice, or no adapter of the model; more than the slots hold.
+    """
+    named: dict[str, Adapter] = {}
+    for one in loras:
+        name, equals, folder = one.partition("=")
+        if not equals or not folder or not 0 < len(name) <= MOST_CHARACTERS:
+            raise RequestError(f"loras has {one!r:.80}; it must be NAME=DIR.", param="loras")
+        if name in named:
+            raise RequestError(f"loras names {name!r} twice; give each a name.", param="loras")
+        named[name] = _checked(name, open_adapter(Path(folder), info))
+    slots = max_loras or len(named)
+    if len(named) > slots:
+        raise RequestError(
+            f"max_loras is {slots}, and {len(named)} adapters are given.", param="max_loras"
+        )
+    largest = max(adapter.rank for adapter in named.values())
+    rank = max_rank or largest
+    if largest > rank:
+        raise RequestError(
+            f"max_lora_rank is {rank}, and an adapter has {largest}.", param="max_lora_rank"
+        )
+    modules = {module for adapter in named.values() for module in adapter.targets}
+    known = targets(info.family, info.config)
+    ordered = tuple(module for module in known if module in modules)
+    each = (4 * rank * (known[m].inputs + known[m].outputs) for m in ordered)
+    filled = (*named.items(), *(None for _ in range(slots - len(named))))
+    return Bank(filled, ordered, rank, sum(each))
+
+
+def _checked(name: str, adapter: Adapter) -> Adapter:
+    """
+    Raises:
+        RequestError: it does more than add to a layer's product.
+    """
+    if adapter.config.use_dora or HEAD in adapter.targets:
+        what = "is a DoRA" if adapter.config.use_dora else "changes the head"
+        raise RequestError(
+            f"The adapter {name} {what}, which is not served beside others; merge it with rooflax "
+            f"fuse, and serve the result.",
+            param="loras",
+        )
+    return adapter

@@ -1,0 +1,326 @@
+"""PEFT's adapter folders: adapter_config.json and adapter_model.safetensors, read and written.
+
+Pickled adapter_model.bin is never read. A folder is checked against the model before anything of
+it is used: every tensor belongs to a linear layer that the config names, in the shape that it must
+have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
+from rooflax.loading.adapter_config import AdapterConfig, is_all_linear, named, read_adapter_config
+from rooflax.loading.json_files import ADAPTER, read_file
+from rooflax.loading.model_info import ModelInfo
+from rooflax.loading.packed import is_packed
+from rooflax.loading.safetensors import (
+    SafetensorsFile,
+    TensorInfo,
+    TensorToWrite,
+    conversion_command,
+    write_safetensors,
+)
+from rooflax.loading.source import Source
+from rooflax.loading.tensor_plan import NameMap
+from rooflax.models.adapters import HEAD, LowRank, Target, targets
+from rooflax.models.registry import family
+from rooflax.nn.decoder import Decoder
+
+WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
+PREFIX = "base_model.model."
+A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+_TENSOR = re.compile(
+    r"base_model\.model\.(.+)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.default)?(?:\.weight)?"
+)
+FLOATING = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter that fits a model, opened.
+
+    Attributes:
+        folder: where it lies.
+        config: what it says of itself.
+        targets: the linear layers that it changes, by their modules' paths.
+        file: its tensors.
+        stored: by module, the names of A, B, and with DoRA the magnitudes.
+    """
+
+    folder: Path
+    config: AdapterConfig
+    targets: Mapping[str, Target]
+    file: SafetensorsFile
+    stored: Mapping[str, Mapping[str, str]]
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of what it computes: the config and the tensors, in hexadecimal."""
+        found = hashlib.sha256(read_file(self.folder / ADAPTER) or b"")
+        for name in sorted(self.file.names()):
+            found.update(name.encode())
+            found.update(self.file.read(name).tobytes())
+        return found.hexdigest()
+
+    @property
+    def rank(self) -> int:
+        """The largest of its layers'."""
+        return max(self.config.rank_of(module) for module in self.targets)
+
+    @property
+    def nbytes(self) -> int:
+        """Of A and B in float32."""
+        return sum(
+            4 * self.config.rank_of(module) * (target.inputs + target.outputs)
+            for module, target in self.targets.items()
+        )
+
+    def read(self, info: ModelInfo) -> dict[str, LowRank]:
+        """Its matrices in float32, by module.
+
+        Args:
+            info: the model, of whose tensors DoRA needs the norms.
+
+        Raises:
+            CheckpointError: a number is NaN or infinite.
+        """
+        found = {}
+        for module in self.targets:
+            parts = {kind: self._tensor(own) for kind, own in self.stored[module].items()}
+            a, b, scale = parts["lora_A"], parts["lora_B"], self.config.scale_of(module)
+            columns = None
+            if self.config.use_dora:
+                w = base_weight(info.weights(), info.family, self.targets[module])
+                norm = np.linalg.norm(merged(w, a, b, scale), axis=1)
+                columns = (parts[MAGNITUDE].reshape(-1) / norm).astype(np.float32)
+            found[module] = LowRank(a, b, scale, columns)
+        return found
+
+    def _tensor(self, name: str) -> np.ndarray:
+        array = np.array(self.file.read(name), np.float32)
+        if not np.isfinite(array).all():
+            raise CheckpointError(f"{name} in {self.file.path} holds NaN or infinity.")
+        return array
+
+
+def merged(w: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
+    """W + scale B A in float32, [out, in]."""
+    return w.astype(np.float32) + np.float32(scale) * (b @ a)
+
+
+def base_weight(base: Source, name: str, target: Target) -> np.ndarray:
+    """A linear layer's weight as [out, in] in float32.
+
+    Args:
+        base: the checkpoint.
+        name: the family.
+    """
+    stored = NameMap(set(base.names()), family(name)).find(f"{target.module}.weight")
+    if stored is None:
+        raise CheckpointError(
+            f"The base model has no {target.module}.weight of its own, which DoRA needs."
+        )
+    w = np.asarray(base.read(stored), np.float32)
+    return w.T if target.is_transposed else w
+
+
+class Merged:
+    """A checkpoint's tensors with an adapter merged into them, in float32: W + scale B A.
+
+    With DoRA each output of that has the length that the adapter says.
+    """
+
+    def __init__(self, source: Source, info: ModelInfo, adapter: Adapter):
+        self._source, self._parts = source, adapter.read(info)
+        names = NameMap(set(source.names()), family(info.family))
+        self._targets: dict[str, Target] = {}
+        for module, target in adapter.targets.items():
+            stored = names.find(f"{module}.weight")
+            if stored is None:
+                raise UnsupportedModelError(
+                    f"{adapter.folder} changes {module}, which {info.name} has tied to its "
+                    f"embedding, so that it cannot be merged; run it beside the model with `lora`."
+                )
+            self._targets[stored] = target
+
+    def names(self) -> list[str]:
+        return self._source.names()
+
+    def info(self, name: str) -> TensorInfo:
+        found = self._source.info(name)
+        if name not in self._targets:
+            return found
+        return TensorInfo("F32", found.shape, 4 * math.prod(found.shape))
+
+    def read(self, name: str) -> np.ndarray:
+        array = self._source.read(name)
+        target = self._targets.get(name)
+        if target is None:
+            return array
+        part, w = self._parts[target.module], np.asarray(array, np.float32)
+        w = merged(w.T if target.is_transposed else w, part.a, part.b, part.scale)
+        w = w if part.columns is None else w * part.columns[:, None]
+        return np.ascontiguousarray(w.T if target.is_transposed else w)
+
+    def release(self, name: str) -> None:
+        self._source.release(name)
+
+    def prefetch(self, name: str) -> None:
+        self._source.prefetch(name)
+
+
+def fused(info: ModelInfo, adapter: Adapter) -> ModelInfo:
+    """The model with an adapter merged into its weights, which are float32 where it is.
+
+    Raises:
+        RequestError: rooflax quantized the model.
+    """
+    if is_packed(info.raw_config):
+        raise RequestError(
+            f"{info.name} is quantized by rooflax; merge the adapter into the checkpoint that it "
+            f"was made from, and quantize the result."
+        )
+    return replace(info, change=lambda source: Merged(source, info, adapter))
+
+
+def open_adapter(folder: str | os.PathLike[str], info: ModelInfo) -> Adapter:
+    """An adapter's folder, checked against the model that it is for.
+
+    Raises:
+        CheckpointError: a file is missing or malformed, or the tensors are not those that the
+            config and the model ask for.
+        UnsupportedModelError: it asks for what is not computed.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder} is no folder; an adapter is one with {ADAPTER} and {WEIGHTS}."
+        )
+    config = read_adapter_config(folder, info.family)
+    path = folder / WEIGHTS
+    if not path.exists():
+        if (folder / PICKLED).exists():
+            command = conversion_command([folder / PICKLED], path)
+            raise CheckpointError(
+                f"{folder} has only {PICKLED}, a pickle, which can run code when opened and is "
+                f"never read here, so convert it where torch is installed, with: {command}"
+            )
+        raise CheckpointError(f"{folder} has no {WEIGHTS}.")
+    file = SafetensorsFile(path)
+    known = targets(info.family, info.config)
+    by_name = {name: module for module, target in known.items() for name in target.names}
+    stored: dict[str, dict[str, str]] = {}
+    copies, spellings, unknown = _copies_of_base(file, info, known), set[str](), []
+    for name in file.names():
+        found = _TENSOR.fullmatch(name)
+        module = by_name.get(found[1]) if found else None
+        if found is None or module is None:
+            unknown += [] if name in copies else [name]
+            continue
+        if found[2] in stored.setdefault(module, {}):
+            raise CheckpointError(f"{path} has {found[2]} of {module} twice.")
+        spellings.add(found[1])
+        stored[module][found[2]] = name
+    if unknown:
+        raise UnsupportedModelError(
+            f"{path} has {named(unknown)}, which is not A or B of a linear layer of {info.name} "
+            f"that rooflax adapts."
+        )
+    if not stored:
+        raise CheckpointError(f"{path} holds no adapter.")
+    first = known[min(stored)]  # paths of a file begin alike, which its config's patterns count on
+    at = next(i for i, name in enumerate(first.names) if name in spellings)
+    wanted = {m for m, t in known.items() if config.changes(t.names[min(at, len(t.names) - 1)])}
+    if beyond := stored.keys() - wanted:
+        raise CheckpointError(f"{path} has {named(beyond)}, which its {ADAPTER} does not name.")
+    other = {known[m].slot.name for m in stored if not known[m].is_usual}
+    usual = {m for m in wanted if known[m].is_usual and known[m].slot.name not in other}
+    if not is_all_linear(config.target_modules) and (missing := usual - stored.keys()):
+        raise CheckpointError(f"{path} lacks {named(missing)}, which its {ADAPTER} names.")
+    adapter = Adapter(folder, config, {m: known[m] for m in known if m in stored}, file, stored)
+    _check_tensors(adapter)
+    return adapter
+
+
+def _copies_of_base(
+    file: SafetensorsFile, info: ModelInfo, known: Mapping[str, Target]
+) -> set[str]:
+    """Names of the base model's own head, which PEFT saves beside its adapter."""
+    head = known.get(HEAD)
+    found = {f"{PREFIX}{name}.base_layer.weight" for name in head.names} if head else set()
+    names = found & set(file.names())
+    if not names or head is None or info.folder is None:
+        return set()
+    w = base_weight(info.weights(), info.family, head)
+    return {name for name in names if np.array_equal(np.asarray(file.read(name), np.float32), w)}
+
+
+def _check_tensors(adapter: Adapter) -> None:
+    """
+    Raises:
+        CheckpointError: a pair is not whole, or a tensor has another shape or type.
+    """
+    path, config = adapter.file.path, adapter.config
+    for module, target in adapter.targets.items():
+        rank = config.rank_of(module)
+        wanted: dict[str, tuple[int, ...]] = {
+            "lora_A": (rank, target.inputs),
+            "lora_B": (target.outputs, rank),
+        }
+        if config.use_dora:
+            wanted[MAGNITUDE] = (target.outputs,)
+        stored = adapter.stored[module]
+        if missing := wanted.keys() - stored.keys():
+            raise CheckpointError(f"{path} lacks {min(missing)} of {module}.")
+        for kind, name in stored.items():
+            if kind not in wanted:
+                raise CheckpointError(f"{path} has {name}, but {ADAPTER} says no use_dora.")
+            found = adapter.file.info(name)
+            if found.shape != wanted[kind]:
+                raise CheckpointError(
+                    f"{name} in {path} is {list(found.shape)}, wanted {list(wanted[kind])}: rank "
+                    f"{rank}, {target.inputs} inputs and {target.outputs} outputs."
+                )
+            if found.dtype not in FLOATING:
+                raise CheckpointError(f"{name} in {path} is {found.dtype}, no floating point type.")
+
+
+def save_adapter(
+    folder: Path,
+    adapters: Mapping[str, LowRank],
+    config: AdapterConfig,
+    name: str,
+    model: Decoder,
+    base: str,
+) -> None:
+    """Writes a folder that PEFT opens; its parent exists, and it is filled file by file.
+
+    Args:
+        adapters: by module, as `Target.module`.
+        name: the family.
+        model: the architecture.
+        base: the model's name, for people.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for module, part in adapters.items():
+        path = f"{PREFIX}{module}"
+        for kind, array in ((A, part.a), (B, part.b)):
+            own = np.asarray(array, np.float32)
+            written.append(TensorToWrite(f"{path}.{kind}", "F32", own.shape, lambda own=own: own))
+    write_safetensors(folder / WEIGHTS, written, {"format": "pt"})
+    known = targets(name, model)
+    transposed = any(known[module].is_transposed for module in adapters)
+    stated = config.to_json(base) | {"fan_in_fan_out": transposed}
+    (folder / ADAPTER).write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")

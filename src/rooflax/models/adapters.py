@@ -1,0 +1,355 @@
+"""Low-rank adapters (LoRA) over a model's weights: which layers they may change, and how.
+
+An adapter names linear layers as transformers does. Ours may hold several of these side by side (q,
+k, v; gate, up): their adapters lie side by side too, A beside A and each B over its own outputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+
+from rooflax.errors import CheckpointError
+from rooflax.models.model import Model
+from rooflax.models.registry import family
+from rooflax.nn.decoder import Decoder
+from rooflax.nn.storage import is_head
+from rooflax.nn.weights import (
+    QKV,
+    Conv1D,
+    HeadRows,
+    Linear,
+    Parallel,
+    Rows,
+    Shape,
+    Slot,
+    Swapped,
+    TensorLayout,
+    WeightLine,
+)
+from rooflax.ops.linear.adapted import Adapted
+from rooflax.ops.weights.quantized import namespace
+
+HEAD = "lm_head"
+Place = tuple[int | None, str]
+"""Of a weight: its layer and its key."""
+Matrices = tuple[Any, Any, np.ndarray | None]
+"""A, B, and the factors of the outputs."""
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """An adapter of one linear layer: W + scale B A, W being [out, in].
+
+    Attributes:
+        a: float32 [rank, in].
+        b: float32 [out, rank].
+        scale: of their product.
+        columns: DoRA's factor of each output, [out]; None without.
+    """
+
+    a: Any
+    b: Any
+    scale: float
+    columns: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Target:
+    """A linear layer that an adapter may change.
+
+    Attributes:
+        slot: the weight that holds it; its line has the tensor that the layer's is.
+        index: which of the line's tensors it is.
+        inputs, outputs: features.
+        names: its module's paths in transformers' models; the first is that of the causal language
+            model.
+        is_usual: checkpoints of the family have it so; some have it fused, or in parts.
+    """
+
+    slot: Slot
+    index: int
+    inputs: int
+    outputs: int
+    names: tuple[str, ...]
+    is_usual: bool = True
+
+    @property
+    def module(self) -> str:
+        return self.names[0]
+
+    @property
+    def is_head(self) -> bool:
+        return self.slot.layer is None and HEAD in self.names
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether the checkpoint has it as [in, out], as GPT-2's Conv1D."""
+        return not self.is_head and isinstance(self.slot.line.layout, Conv1D | Swapped)
+
+
+Adapters = Mapping[str, LowRank]
+"""By `Target.module`."""
+
+
+def targets(name: str, config: Decoder) -> dict[str, Target]:
+    """The linear layers of a model that adapters may change, by their modules' paths; the head
+    comes last.
+
+    Args:
+        name: the family.
+    """
+    found: dict[str, Target] = {}
+    prefixes: tuple[str, ...] = getattr(family(name), "HF_PREFIXES", ("model.", ""))
+    sizes = config.axis_sizes
+
+    def add(slot: Slot, lines: list[WeightLine], *, is_usual: bool) -> None:
+        """The tensors of a line, with their names in further ones."""
+        placed = replace(slot, line=lines[0])
+        inputs = math.prod(lines[0].in_out_shape(sizes)[0])
+        shapes = lines[0].hf_shapes(sizes)
+        each = zip(*(replace(slot, line=line).hf_names for line in lines), strict=True)
+        for index, (tensors, shape) in enumerate(zip(each, shapes, strict=True)):
+            bare = (t.removesuffix(".weight").removeprefix(prefixes[0]) for t in tensors)
+            names = tuple(prefix + module for module in bare for prefix in prefixes)
+            outputs = math.prod(shape) // inputs
+            found[names[0]] = Target(placed, index, inputs, outputs, names, is_usual)
+
+    for slot in config.slots():
+        lines = [line for line in slot.line.places if _is_adaptable(line)]
+        alike = [line for line in lines if len(line.names) == len(lines[0].names)]
+        if slot.layer is not None and alike:
+            add(slot, alike, is_usual=True)
+        for line in [line for line in lines if slot.layer is not None and line not in alike]:
+            add(slot, [line], is_usual=False)
+    head = next((slot for slot in config.slots() if is_head(slot, config)), None)
+    if head is not None and config.has_head:
+        outer = dict.fromkeys(prefix.removesuffix("model.") for prefix in prefixes if prefix)
+        names = HEAD, *(prefix + HEAD for prefix in outer if prefix)
+        found[HEAD] = Target(head, 0, config.hidden_size, config.vocab_size, names)
+    return found
+
+
+def _is_adaptable(line: WeightLine) -> bool:
+    """Whether a weight multiplies as one matrix whose inputs lie as in the checkpoint."""
+    return "->" in line.axes and not line.num_stacked and _keeps_inputs(line.layout)
+
+
+def _keeps_inputs(layout: TensorLayout) -> bool:
+    if isinstance(layout, Rows):
+        return _keeps_inputs(layout.each)
+    is_kernel = isinstance(layout, HeadRows) and layout.is_kernel
+    return isinstance(layout, Linear | QKV | Parallel | Conv1D | Swapped | HeadRows) and (
+        not is_kernel
+    )
+
+
+@cache
+def output_order(layout: TensorLayout, out_shape: Shape) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Where a weight's outputs come from: per output of ours its number among those of the
+    checkpoint's tensors, one tensor after the other; and how many each tensor has."""
+    shapes = layout.hf_shapes((1,), out_shape)
+    sizes = tuple(math.prod(shape) for shape in shapes)
+    ends = np.cumsum(sizes)
+    parts = [
+        np.arange(end - size, end, dtype=np.int32).reshape(shape)
+        for end, size, shape in zip(ends, sizes, shapes, strict=True)
+    ]
+    out = np.empty((1, *out_shape), np.int32)
+    layout.join(parts, out)
+    return out.reshape(-1), sizes
+
+
+def side_by_side(
+    line: WeightLine, sizes: Mapping[str, int], parts: Mapping[int, LowRank], *, is_head: bool
+) -> tuple[Any, Any, np.ndarray | None]:
+    """A [in, rank], B [rank, out] with the scales, and the factors of the outputs, of a weight
+    whose tensors have these adapters; the rank is the sum of theirs.
+
+    Args:
+        line: of the weight, with the tensors that the parts are numbered by.
+        parts: of NumPy's arrays, or of jax's, which have gradients.
+    """
+    if is_head:
+        (part,) = parts.values()
+        return part.a.T, part.b.T * np.float32(part.scale), part.columns
+    order, rows = output_order(line.layout, line.in_out_shape(sizes)[1])
+    begins = np.cumsum((0, *rows))
+    xp = namespace(next(iter(parts.values())).a)
+    a = xp.concatenate([part.a.T for part in parts.values()], axis=1)
+    wide = [
+        xp.pad(
+            part.b.T * np.float32(part.scale),
+            ((0, 0), (int(begins[index]), int(begins[-1] - begins[index + 1]))),
+        )
+        for index, part in parts.items()
+    ]
+    columns = None
+    if any(part.columns is not None for part in parts.values()):
+        columns = np.ones(begins[-1], np.float32)
+        for index, part in parts.items():
+            if part.columns is not None:
+                columns[begins[index] : begins[index + 1]] = part.columns
+        columns = columns[order]
+    return a, xp.concatenate(wide, axis=0)[:, order], columns
+
+
+def by_slot(
+    name: str, config: Decoder, adapters: Adapters
+) -> dict[Place, tuple[Target, dict[int, LowRank]]]:
+    """The adapters of each weight by its layer and key, with one of its targets.
+
+    Raises:
+        CheckpointError: they name a fused layer and parts of it.
+    """
+    known = targets(name, config)
+    found: dict[Place, tuple[Target, dict[int, LowRank]]] = {}
+    for module, part in adapters.items():
+        target = known[module]
+        one, parts = found.setdefault((target.slot.layer, target.slot.key), (target, {}))
+        if one.slot.line != target.slot.line:
+            raise CheckpointError(
+                f"The adapter changes {one.module} and {module}, which name the same weights."
+            )
+        parts[target.index] = part
+    return {key: (one, dict(sorted(parts.items()))) for key, (one, parts) in found.items()}
+
+
+def adapted(model: Model, adapters: Adapters) -> Model:
+    """The model with adapters beside its weights, which stay as they are, stacked or not."""
+    weights = adapted_weights(model.family, model.config, model.weights, adapters)
+    return replace(model, weights=jax.tree.map(_on_device, weights))
+
+
+def adapted_weights(
+    name: str, config: Decoder, weights: dict[str, Any], adapters: Adapters
+) -> dict[str, Any]:
+    """`adapted` of the tree of weights."""
+    changed = by_slot(name, config, adapters)
+    sizes = config.axis_sizes
+    made = {
+        at: side_by_side(target.slot.line, sizes, parts, is_head=target.is_head)
+        for at, (target, parts) in changed.items()
+    }
+    return _placed(config, weights, made, {at: target for at, (target, _) in changed.items()})
+
+
+def banked(model: Model, banks: Sequence[Adapters], modules: Collection[str], rank: int) -> Model:
+    """The model with several adapters in slots beside its weights, one of which each row has.
+
+    The shapes depend on nothing but the arguments below: with other adapters nothing compiles.
+
+    Args:
+        banks: of each slot; none is an empty one.
+        modules: the layers that have slots, by `Target.module`.
+        rank: the most of an adapter.
+    """
+    name, config = model.family, model.config
+    known = targets(name, config)
+    lines: dict[Place, list[Target]] = {}
+    for module in modules:
+        target = known[module]
+        lines.setdefault((target.slot.layer, target.slot.key), []).append(target)
+    each = [by_slot(name, config, one) for one in banks]
+    made: dict[Place, Matrices] = {}
+    for at, own in lines.items():
+        width = rank * len(own)
+        inner, outer = own[0].inputs, math.prod(own[0].slot.line.in_out_shape(config.axis_sizes)[1])
+        rows, columns = [], []
+        for bank in each:
+            a, b = np.zeros((inner, width), np.float32), np.zeros((width, outer), np.float32)
+            if at in bank:
+                target, parts = bank[at]
+                line = target.slot.line
+                few, wide, _ = side_by_side(line, config.axis_sizes, parts, is_head=False)
+                a[:, : few.shape[1]], b[: few.shape[1]] = few, wide
+            rows.append(a)
+            columns.append(b)
+        made[at] = np.concatenate(rows, axis=1), np.concatenate(columns, axis=0), None
+    places = {at: own[0] for at, own in lines.items()}
+    weights = _placed(config, model.weights, made, places, slots=len(banks))
+    return replace(model, weights=jax.tree.map(_on_device, weights))
+
+
+def _on_device(leaf: Any) -> Any:
+    return jax.device_put(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
+def _placed(
+    config: Decoder,
+    weights: dict[str, Any],
+    made: Mapping[Place, Matrices],
+    places: Mapping[Place, Target],
+    slots: int = 0,
+) -> dict[str, Any]:
+    """The weights with these matrices beside them."""
+    shapes = {
+        key: (target.slot.line.in_out_shape(config.axis_sizes), target.is_head)
+        for (_, key), target in places.items()
+    }
+    found = dict(weights)
+    for (layer, key), own in made.items():
+        if layer is None:
+            found[key] = _adapted(weights[key], [own], *shapes[key], config, stacked=False)
+    stacked = "stacked_layers" in weights
+    groups = weights["stacked_layers" if stacked else "layers"]
+    period = len(groups)
+    layers = []
+    for index, group in enumerate(groups):
+        rows = range(index, config.num_layers, period)
+        new = dict(group)
+        for key in group:
+            each = [made.get((row, key)) for row in rows]
+            if any(own is not None for own in each):
+                one = _adapted(group[key], each, *shapes[key], config, stacked=stacked)
+                new[key] = replace(one, slots=slots)
+        layers.append(new)
+    found["stacked_layers" if stacked else "layers"] = tuple(layers)
+    return found
+
+
+def _adapted(
+    base: Any,
+    each: list[Matrices | None],
+    shape: tuple[Shape, Shape],
+    is_head: bool,
+    config: Decoder,
+    *,
+    stacked: bool,
+) -> Adapted:
+    """A leaf with its adapter, or a stack of layers with theirs; a layer without has zeros, and
+    smaller ranks are filled up with them."""
+    if is_head:
+        shape = (config.hidden_size,), (config.vocab_size,)
+    if isinstance(base, Adapted) and base.slots:  # others take their place
+        base = base.base
+    known = [own for own in each if own is not None]
+    xp = namespace(known[0][0])
+    rank = max(a.shape[1] for a, _, _ in known)
+    inner, outer = math.prod(shape[0]), math.prod(shape[1])
+    has_columns = any(columns is not None for _, _, columns in known)
+
+    def filled() -> Iterator[tuple[Any, Any, Any]]:
+        for own in each:
+            if own is None:
+                yield xp.zeros((inner, rank), np.float32), xp.zeros((rank, outer), np.float32), None
+                continue
+            a, b, columns = own
+            short = rank - a.shape[1]
+            yield xp.pad(a, ((0, 0), (0, short))), xp.pad(b, ((0, short), (0, 0))), columns
+
+    rows = list(filled())
+    columns: Any = None
+    if has_columns:
+        ones = np.ones(outer, np.float32)
+        columns = np.stack([ones if own is None else own for *_, own in rows])
+    a, b = (xp.stack([row[part] for row in rows]) for part in (0, 1))
+    if not stacked:
+        a, b, columns = a[0], b[0], None if columns is None else columns[0]
+    return Adapted(base, a, b, columns, *shape, is_table=is_head)

@@ -1,0 +1,152 @@
+"""`Adapted`: a weight of any format with a low-rank adapter (LoRA) beside it, never merged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from rooflax.ops.linear.api import matmul, take
+from rooflax.ops.linear.prologue import applied
+from rooflax.ops.weights import Composite, Operand, StackMember, as_operand, as_table, at, taken
+
+STATIC = {"static": True}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Dropout:
+    """Zeros in place of a share of what A multiplies, the rest as much larger; in training.
+
+    Attributes:
+        seeds: of each row of the batch, whose tokens lie one after the other.
+        number: of the adapter.
+        rate: the share.
+    """
+
+    seeds: Int[Array, " batch"]
+    number: Int[Array, "*stack"] | StackMember
+    rate: float = field(metadata=STATIC)
+
+    def __call__(self, x: Float[Array, "rows in"]) -> Float[Array, "rows in"]:
+        own = jax.random.fold_in(jax.random.key(0), taken(self.number))
+        keys = jax.vmap(lambda seed: jax.random.fold_in(own, seed))(self.seeds)
+        shape = x.shape[0] // self.seeds.shape[0], x.shape[1]
+        keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - self.rate, shape))(keys)
+        return jnp.where(keep.reshape(x.shape), x / (1 - self.rate), jnp.zeros((), x.dtype))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Adapted(Composite):
+    """y = x W + (x A) B, x being what the prologue makes of the rows.
+
+    x A and its product with B are float32 whatever W's format is; the sum has the dtype of y.
+
+    Attributes:
+        base: W, an array [*in, *out] or an operand; a table is [vocab, hidden].
+        a: float32 [in, rank].
+        b: float32 [rank, out], the adapter's scale included.
+        columns: what each output of x W + (x A) B is multiplied by before the bias, [out], as DoRA
+            has it; None is 1.
+        dropout: of what A multiplies; None is none.
+        slots: adapters side by side in A and B, of ranks that are equal; 0 is one adapter for all
+            rows.
+        rows: of slots, which adapter each row of x has, from 1 on; 0 is none, and leaves the row as
+            it is without, bit for bit. None is none for all.
+        is_table: the base is an embedding whose rows are looked up without the adapter, which is
+            the head's.
+    """
+
+    base: Any
+    a: Float[Array, "*stack in rank"] | StackMember
+    b: Float[Array, "*stack rank out"] | StackMember
+    columns: Float[Array, "*stack out"] | StackMember | None
+    in_shape: tuple[int, ...] = field(metadata=STATIC)  # type: ignore[assignment]
+    out_shape: tuple[int, ...] = field(metadata=STATIC)  # type: ignore[assignment]
+    is_table: bool = field(default=False, metadata=STATIC)
+    dropout: Dropout | None = None
+    slots: int = field(default=0, metadata=STATIC)
+    rows: Int[Array, " rows"] | None = None
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.base.dtype
+
+    @property
+    def _operand(self) -> Operand:
+        if self.is_table:
+            return as_table(self.base)
+        return as_operand(self.base, contract=len(self.in_shape))
+
+    def at(self, index: Any) -> Adapted:
+        """One of stacked layers, left where it lies."""
+        columns = None if self.columns is None else at(self.columns, index)
+        parts = (at(part, index) for part in (self.base, self.a, self.b))
+        base, a, b = parts
+        dropout = self.dropout
+        if dropout is not None:
+            dropout = replace(dropout, number=at(dropout.number, index))
+        return replace(self, base=base, a=a, b=b, columns=columns, dropout=dropout)
+
+    def matmul(
+        self,
+        x: Float[Array, "rows width"],
+        bias: Float[Array, " out"] | StackMember | None = None,
+        *,
+        prologue: Any,
+        residual: Float[Array, "rows out"] | None,
+        num_rows: Int[Array, ""] | None,
+        dtype: Any,
+        implementation: str | None,
+    ) -> Float[Array, "rows out"]:
+        """`linear.api.matmul` of the sum."""
+        how: dict[str, Any] = {"num_rows": num_rows, "implementation": implementation}
+        if self.slots:
+            return self._by_row(x, bias, prologue, residual, dtype, how)
+        if self.dropout is None:
+            few = matmul(as_operand(self.a), x, prologue=prologue, dtype=jnp.float32, **how)
+        else:
+            rows = self.dropout(applied(prologue, x))
+            few = matmul(as_operand(self.a), rows, dtype=jnp.float32, **how)
+        plain: dict[str, Any] = {"prologue": prologue, "dtype": dtype} | how
+        if self.columns is None:
+            y = matmul(self._operand, x, bias, residual=residual, **plain)
+            return matmul(as_operand(self.b), few, residual=y, dtype=y.dtype, **how)
+        y = matmul(self._operand, x, **plain)
+        y = matmul(as_operand(self.b), few, residual=y, dtype=y.dtype, **how)
+        y = y.astype(jnp.float32) * taken(self.columns)[None, :]
+        y = y if bias is None else y + taken(bias).astype(jnp.float32)[None, :]
+        y = y.astype(dtype)
+        return y if residual is None else y + residual
+
+    def _by_row(
+        self, x: Array, bias: Any, prologue: Any, residual: Any, dtype: Any, how: dict[str, Any]
+    ) -> Float[Array, "rows out"]:
+        """All adapters' x A, of which each row keeps its own; zeros add nothing behind B."""
+        y = matmul(self._operand, x, bias, prologue=prologue, residual=residual, dtype=dtype, **how)
+        if self.rows is None:
+            return y
+        few = matmul(as_operand(self.a), x, prologue=prologue, dtype=jnp.float32, **how)
+        own = jnp.arange(1, self.slots + 1, dtype=jnp.int32)[None] == self.rows[:, None]
+        kept = jnp.where(own[:, :, None], few.reshape(*own.shape, -1), 0.0).reshape(few.shape)
+        changed = matmul(as_operand(self.b), kept, residual=y, dtype=y.dtype, **how)
+        return jnp.where(self.rows[:, None] > 0, changed, y)
+
+    def take(self, ids: Int[Array, " n"], **how: Any) -> Float[Array, "n in"]:
+        """Rows of the table, which the adapter leaves alone."""
+        assert self.is_table, "an adapter of an embedding is not read"
+        return take(self._operand, ids, **how)
+
+
+def with_rows(weights: Any, rows: Int[Array, " rows"]) -> Any:
+    """A tree of weights whose adapters in slots know which rows have which."""
+
+    def chosen(leaf: Any) -> Any:
+        return replace(leaf, rows=rows) if isinstance(leaf, Adapted) and leaf.slots else leaf
+
+    return jax.tree.map(chosen, weights, is_leaf=lambda leaf: isinstance(leaf, Adapted))

@@ -1,0 +1,129 @@
+"""`Frozen`: a weight of any format that is not trained, with gradients through activations alone.
+
+The backward pass makes the weight's numbers anew, so that of a quantized model never more than one
+matrix is there in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from rooflax.ops.dot import dot_general
+from rooflax.ops.linear.api import take
+from rooflax.ops.linear.prologue import applied
+from rooflax.ops.weights import (
+    Branch,
+    Composite,
+    Dense,
+    Fused,
+    Operand,
+    StackMember,
+    StoredOperand,
+    as_operand,
+    as_table,
+    at,
+    taken,
+)
+from rooflax.ops.weights.rotation import rotate
+
+STATIC = {"static": True}
+
+
+@jax.custom_vjp
+def product(x: Float[Array, "rows in"], w: StoredOperand) -> Float[Array, "rows out"]:
+    """x times the numbers of w, in float32; activations are never rounded, whatever the format.
+
+    Its gradient is that with respect to x, by a product with the transposed numbers.
+    """
+    return dot_general(x.astype(jnp.float32), _numbers(w, x), (((1,), (0,)), ((), ())))
+
+
+def _forward(x: Array, w: StoredOperand) -> tuple[Array, tuple[StoredOperand, Array]]:
+    return product(x, w), (w, jnp.zeros(0, x.dtype))
+
+
+def _backward(kept: tuple[StoredOperand, Array], dy: Array) -> tuple[Array, None]:
+    w, like = kept
+    dx = dot_general(dy, _numbers(w, dy), (((1,), (1,)), ((), ())))
+    return dx.astype(like.dtype), None
+
+
+def _numbers(w: StoredOperand, x: Array) -> Float[Array, "in out"]:
+    """What w stands for, made once x is there.
+
+    XLA would make the numbers of all weights when a step begins, and keep those of the forward pass
+    for the backward pass; on CPU it drops barriers. So x has a part in them, which is zero.
+    """
+    if w.dtype == jnp.float32 and isinstance(w, Dense):
+        return w.numbers()
+    zero = x[0, 0].astype(jnp.float32) * 0
+    return jax.tree.map(lambda leaf: leaf + zero.astype(leaf.dtype), w).numbers()
+
+
+product.defvjp(_forward, _backward)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Frozen(Composite):
+    """A weight that training leaves as it is.
+
+    Attributes:
+        base: an array [*in, *out] or an operand; a table is [vocab, hidden].
+        is_table: it makes logits; an array is [vocab, hidden].
+    """
+
+    base: Any
+    in_shape: tuple[int, ...] = field(metadata=STATIC)  # type: ignore[assignment]
+    out_shape: tuple[int, ...] = field(metadata=STATIC)  # type: ignore[assignment]
+    is_table: bool = field(default=False, metadata=STATIC)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.base.dtype
+
+    @property
+    def _operand(self) -> Operand:
+        if self.is_table:
+            return as_table(self.base)
+        return as_operand(self.base, contract=len(self.in_shape))
+
+    def at(self, index: Any) -> Frozen:
+        return replace(self, base=at(self.base, index))
+
+    def matmul(
+        self,
+        x: Float[Array, "rows width"],
+        bias: Float[Array, " out"] | StackMember | None = None,
+        *,
+        prologue: Any,
+        residual: Float[Array, "rows out"] | None,
+        num_rows: Int[Array, ""] | None,
+        dtype: Any,
+        implementation: str | None,
+    ) -> Float[Array, "rows out"]:
+        """`linear.api.matmul` by XLA."""
+        del num_rows, implementation  # padding is computed like the rest
+        y = _product(applied(prologue, x), self._operand)
+        y = y if bias is None else y + taken(bias).astype(jnp.float32)[None, :]
+        y = y.astype(dtype)
+        return y if residual is None else y + residual
+
+    def take(self, ids: Int[Array, " n"], **how: Any) -> Float[Array, "n in"]:
+        return take(self._operand, ids, **how)
+
+
+def _product(x: Float[Array, "rows in"], w: Operand) -> Float[Array, "rows out"]:
+    if isinstance(w, Fused):
+        return w.together([_product(x, part) for part in w.parts])
+    if isinstance(w, Branch):
+        return w.branch(lambda one: _product(x, one))
+    stack, index = w.in_stack()
+    one = stack if index is None else stack.member(index)
+    return product(rotate(x.astype(jnp.float32)) if one.rotates_inputs else x, one)

@@ -1,0 +1,180 @@
+"""Training LoRA: small matrices beside a model that stays as it is, at its own width.
+
+The state has A and B of each linear layer by its module's path in transformers, as PEFT names them.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from rooflax.errors import RequestError
+from rooflax.loading.adapter_config import ALL_LINEAR, AdapterConfig
+from rooflax.models.adapters import LowRank, Target, adapted_weights, targets
+from rooflax.models.model import Model
+from rooflax.nn.storage import is_head, is_matmul, matmul_shape
+from rooflax.ops.linear.adapted import Adapted, Dropout
+from rooflax.ops.linear.frozen import Frozen
+from rooflax.ops.weights import Operand
+from rooflax.train.config import TrainConfig
+
+LORA = "lora"
+Matrices = dict[str, dict[str, Array]]
+"""By module: "a" [rank, in] and "b" [out, rank]."""
+ROUTER = "router"
+
+
+class LoraTraining:
+    """The adapters of a run.
+
+    Args:
+        model: the base, layers unrolled or stacked.
+
+    Attributes:
+        config: as adapter_config.json has it.
+        targets: the linear layers that get adapters, by module.
+
+    Raises:
+        RequestError: no layer is one of those that are to be trained, or a weight has no gradients.
+    """
+
+    def __init__(self, model: Model, config: TrainConfig):
+        self.dropout = config.lora_dropout
+        self.config, self.targets = resolved(model, config)
+        _check_stacks(model)
+        self._seed = config.seed
+
+    def start(self) -> Matrices:
+        """The matrices before the first step: A uniform within 1 / sqrt(in), B zero, as in PEFT."""
+        found: Matrices = {}
+        for module, target in self.targets.items():
+            random = np.random.default_rng([self._seed, zlib.crc32(module.encode())])
+            bound, rank = 1 / math.sqrt(target.inputs), self.config.rank
+            a = random.uniform(-bound, bound, (rank, target.inputs)).astype(np.float32)
+            b = np.zeros((target.outputs, rank), np.float32)
+            found[module] = {"a": jnp.asarray(a), "b": jnp.asarray(b)}
+        return found
+
+    def adapters(self, matrices: Mapping[str, Mapping[str, Any]]) -> dict[str, LowRank]:
+        """The matrices with their scales."""
+        return {
+            module: LowRank(own["a"], own["b"], self.config.scale_of(module))
+            for module, own in matrices.items()
+        }
+
+    def model(self, base: Model, matrices: Matrices, seeds: Int[Array, " rows"] | None) -> Model:
+        """The base with these adapters, inside a program.
+
+        Args:
+            seeds: of each row of the batch, for dropout; None leaves that out.
+        """
+        weights = frozen(base)
+        weights = adapted_weights(base.family, base.config, weights, self.adapters(matrices))
+        if seeds is not None and self.dropout > 0:
+            weights = _with_dropout(weights, seeds, self.dropout)
+        return replace(base, weights=weights)
+
+
+def resolved(model: Model, config: TrainConfig) -> tuple[AdapterConfig, dict[str, Target]]:
+    """What is trained: as PEFT's config says it, and by module.
+
+    Raises:
+        RequestError: nothing is.
+    """
+    known = {m: t for m, t in targets(model.family, model.config).items() if t.is_usual}
+    count = model.config.num_layers
+    layers = None
+    if config.num_layers is not None:
+        layers = tuple(range(max(count - config.num_layers, 0), count))
+    names = config.target_modules
+    wanted = names if names.lower() == ALL_LINEAR else tuple(filter(None, names.split(",")))
+    asked = AdapterConfig(
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
+        target_modules=wanted,
+        layers=layers,
+        use_rslora=config.use_rslora,
+        dropout=config.lora_dropout,
+    )
+    if not isinstance(wanted, str):
+        ends = {module.rpartition(".")[2] for module in known}
+        for name in wanted:
+            if not any(module == name or module.endswith(f".{name}") for module in known):
+                raise RequestError(
+                    f"target_modules names {name!r:.80}, and {model.family} has "
+                    f"{', '.join(sorted(ends))}.",
+                    param="target_modules",
+                )
+    chosen = {m: target for m, target in known.items() if asked.changes(m)}
+    if isinstance(wanted, str):  # PEFT's routers of experts are no linear layers
+        chosen = {m: t for m, t in chosen.items() if not t.slot.key.endswith(ROUTER)}
+    if not chosen:
+        raise RequestError(
+            f"target_modules {names!r:.80} and num_layers {config.num_layers} leave no layer of "
+            f"{model.family} to train.",
+            param="target_modules",
+        )
+    ends = tuple(sorted({module.rpartition(".")[2] for module in chosen}))
+    stated = replace(asked, target_modules=ends)
+    if {m for m in known if stated.changes(m)} != set(chosen):
+        stated = replace(asked, target_modules=tuple(chosen), layers=None)
+    return stated, chosen
+
+
+def frozen(model: Model) -> dict[str, Any]:
+    """The weights of which those that multiply have gradients through activations alone."""
+    config, weights = model.config, dict(model.weights)
+    stacked = "stacked_layers" in weights
+    groups = [dict(group) for group in weights["stacked_layers" if stacked else "layers"]]
+    for slot in config.slots():
+        if not is_matmul(slot, config) or slot.line.num_stacked:
+            continue
+        if slot.layer is None:
+            place = weights
+        elif slot.layer >= len(groups):
+            continue
+        else:
+            place = groups[slot.layer]
+        leaf = place[slot.key]
+        place[slot.key] = Frozen(leaf, *matmul_shape(slot, config), is_head(slot, config))
+    return weights | {"stacked_layers" if stacked else "layers": tuple(groups)}
+
+
+def _check_stacks(model: Model) -> None:
+    """
+    Raises:
+        RequestError: experts round activations, which has no gradient.
+    """
+    groups = model.weights.get("stacked_layers") or model.weights["layers"]
+    for group in groups:
+        for leaf in group.values():
+            leaves = jax.tree.leaves(leaf, is_leaf=lambda one: isinstance(one, Operand))
+            stacks = any(getattr(one, "stack", ()) for one in leaves)
+            if stacks and any(getattr(one, "quantizes_activations", False) for one in leaves):
+                raise RequestError(
+                    f"The model is {model.family} with quantized experts, beside which rooflax "
+                    f"trains no adapter; take a checkpoint that is not quantized."
+                )
+
+
+def _with_dropout(weights: dict[str, Any], seeds: Array, rate: float) -> dict[str, Any]:
+    """Every adapter with a number of its own, by which its dropout differs."""
+    numbers = iter(range(1 << 30))
+
+    def changed(leaf: Any) -> Any:
+        if not isinstance(leaf, Adapted):
+            return leaf
+        lead = leaf.a.shape[:-2]
+        own = [next(numbers) for _ in range(math.prod(lead))]
+        number = jnp.asarray(own, jnp.int32).reshape(lead)
+        return replace(leaf, dropout=Dropout(seeds, number, rate))
+
+    return jax.tree.map(changed, weights, is_leaf=lambda leaf: isinstance(leaf, Adapted))

@@ -1,0 +1,180 @@
+"""Several adapters beside one model: each row has its own, or none, whoever else is there."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import openai
+import pytest
+
+from rooflax import LLM, AsyncLLM, RequestError
+from rooflax.engine.compilation import count_compilations
+from rooflax.engine.sampling_params import SamplingParams
+from rooflax.loading.model_info import model_info
+from rooflax.models.presets import CHAT_NAME
+from tests import goldens
+from tests.support.loading.adapters import write_adapter
+from tests.support.server.live import serving
+
+pytestmark = pytest.mark.oldest_jax
+
+MAGNITUDES = np.ones(104, np.float32)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=2)
+ATTENTION = [
+    f"model.layers.{i}.self_attn.{part}_proj" for i in range(3) for part in ("q", "v", "o")
+]
+
+
+@pytest.fixture(scope="module")
+def base(case):
+    return case("llama_gqa").folder
+
+
+@pytest.fixture(scope="module")
+def adapters(base, tmp_path_factory):
+    """Folders by name; ranks and layers differ."""
+    root, info = tmp_path_factory.mktemp("adapters"), model_info(base)
+    made = {
+        "all": write_adapter(root / "all", info, [m for m in _modules() if "lm_head" not in m]),
+        "few": write_adapter(root / "few", info, ATTENTION[:4], seed=1, r=2),
+        "late": write_adapter(root / "late", info, ATTENTION, seed=2, r=3),
+        "head": write_adapter(root / "head", info, ["lm_head"]),
+        "large": write_adapter(root / "large", info, ATTENTION, r=9),
+        "dora": write_adapter(
+            root / "dora",
+            info,
+            ["model.layers.0.mlp.up_proj"],
+            use_dora=True,
+            tensors={
+                "base_model.model.model.layers.0.mlp.up_proj.lora_magnitude_vector": MAGNITUDES
+            },
+        ),
+    }
+    return {name: str(folder) for name, folder in made.items()}
+
+
+def _modules():
+    parts = ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o")
+    parts += ("mlp.gate", "mlp.up", "mlp.down")
+    return [f"model.layers.{i}.{part}_proj" for i in range(3) for part in parts]
+
+
+@pytest.fixture(scope="module")
+def server(base, adapters):
+    loras = [f"{name}={adapters[name]}" for name in ("all", "few")]
+    llm = AsyncLLM(base, max_num_seqs=8, loras=loras, max_loras=3)
+    yield llm
+    asyncio.run(llm.shutdown())
+
+
+def asked(server, *pairs, **how):
+    """The completions of (prompt, adapter), all at once."""
+
+    async def run():
+        each = [server.generate(p, GREEDY, lora=lora, **how) for p, lora in pairs]
+        return [found[0] for found in await asyncio.gather(*each)]
+
+    return asyncio.run(run())
+
+
+def said(completion):
+    return completion.tokens, completion.logprobs
+
+
+def test_a_mixed_batch_equals_each_alone_to_the_bit(server):
+    prompts = goldens.prompts()
+    pairs = [(p, lora) for p in prompts[:2] for lora in (None, "all", "few")]
+    together = asked(server, *pairs)
+    alone = [asked(server, pair, cache_salt="apart")[0] for pair in pairs]
+    assert [said(c) for c in together] == [said(c) for c in alone]
+    assert len({c.tokens for c in together[:3]}) == 3
+
+
+def test_rows_without_an_adapter_are_those_of_a_server_without(server, base):
+    plain = AsyncLLM(base, max_num_seqs=8)
+    pairs = [(prompt, None) for prompt in goldens.prompts()]
+    mixed = asked(server, *pairs, (goldens.prompts()[0], "all"), cache_salt="other")
+    assert [said(c) for c in mixed[:3]] == [said(c) for c in asked(plain, *pairs)]
+    asyncio.run(plain.shutdown())
+
+
+@pytest.mark.parametrize("name", ["all", "few"])
+def test_a_slot_computes_what_the_adapter_alone_does(server, base, adapters, name):
+    found = asked(server, (goldens.prompts()[2], name))[0]
+    alone = LLM(base, lora=adapters[name]).generate(goldens.prompts()[2], GREEDY)[0]
+    assert found.tokens == alone.tokens
+    for one, other in zip(found.logprobs, alone.logprobs, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def test_cached_prompts_are_apart_by_adapter(server):
+    prompt = [7] * 64
+    params = replace(GREEDY, max_tokens=2)
+
+    async def cached(lora):
+        return (await server.generate(prompt, params, lora=lora))[0].num_cached_tokens
+
+    first = [asyncio.run(cached(lora)) for lora in (None, "all", "few")]
+    again = [asyncio.run(cached(lora)) for lora in (None, "all", "few")]
+    assert first == [0, 0, 0]
+    assert all(count > 0 for count in again)
+
+
+def test_another_adapter_compiles_nothing(server, base, adapters):
+    prompt = goldens.prompts()[1]
+    with count_compilations() as counts:
+        asyncio.run(server.load_lora("late", adapters["late"]))
+        found, before = asked(server, (prompt, "late"), (prompt, "all"))
+    assert counts.compilations == 0
+    assert found.tokens == LLM(base, lora=adapters["late"]).generate(prompt, GREEDY)[0].tokens
+    assert before.tokens != found.tokens
+    assert set(server.loras) == {"all", "few", "late"}
+    with pytest.raises(RequestError, match="There is an adapter 'late' already"):
+        asyncio.run(server.load_lora("late", adapters["late"]))
+    with pytest.raises(RequestError, match="All 3 slots hold adapters"):
+        asyncio.run(server.load_lora("more", adapters["few"]))
+
+
+def test_an_unknown_adapter_is_named(server):
+    with pytest.raises(RequestError, match=r"lora is 'none'; there is all, few"):
+        asked(server, (goldens.prompts()[0], "none"))
+
+
+@pytest.mark.parametrize(
+    ("loras", "how", "message"),
+    [
+        (["few"], {}, "loras has 'few.*must be NAME=DIR"),
+        (["a={few}", "a={all}"], {}, "loras names 'a' twice"),
+        (["a={head}"], {}, "adapter a changes the head, which is not served beside others"),
+        (["a={dora}"], {}, "adapter a is a DoRA, which is not served beside others"),
+        (["a={few}", "b={all}"], {"max_loras": 1}, "max_loras is 1, and 2 adapters are given"),
+        (["a={large}"], {"max_lora_rank": 4}, "max_lora_rank is 4, and an adapter has 9"),
+        ([], {"max_loras": 2}, "max_loras and max_lora_rank are for `loras`"),
+    ],
+)
+def test_adapters_that_cannot_be_served(base, adapters, loras, how, message):
+    given = [one.format(**adapters) for one in loras]
+    with pytest.raises(RequestError, match=message):
+        AsyncLLM(base, loras=given, **how)
+
+
+def test_openais_client_names_adapters_as_models(tmp_path):
+    info = model_info(CHAT_NAME)
+    for seed, name in enumerate(("one", "two")):
+        write_adapter(tmp_path / name, info, ATTENTION, seed=seed)
+    loras = [f"{name}={tmp_path / name}" for name in ("one", "two")]
+    with serving(lambda _: AsyncLLM(CHAT_NAME, max_num_seqs=4, loras=loras)) as served:
+        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0)
+        cards = {card.id: card.model_dump() for card in client.models.list().data}
+        assert list(cards) == [CHAT_NAME, "one", "two"]
+        assert cards["one"]["parent"] == CHAT_NAME
+        assert cards["one"]["root"] == str(tmp_path / "one")
+        texts = {}
+        for name in cards:
+            how = {"max_tokens": 12, "temperature": 0.0, "prompt": "def add(a, b):"}
+            answer = client.completions.create(model=name, **how)
+            assert answer.model == name
+            texts[name] = answer.choices[0].text
+        assert len(set(texts.values())) == 3
+        with pytest.raises(openai.NotFoundError, match="one, two"):
+            client.completions.create(model="three", prompt="x")

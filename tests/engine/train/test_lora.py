@@ -1,0 +1,244 @@
+"""Training LoRA: gradients through a base of any format, PEFT's losses, resuming, what is saved."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rooflax import LLM
+from rooflax.errors import CheckpointError, RequestError
+from rooflax.loading.adapters import open_adapter, save_adapter
+from rooflax.loading.load import load
+from rooflax.loading.model_info import model_info
+from rooflax.models.initialize import random_weights
+from rooflax.models.model import build
+from rooflax.models.registry import read_config
+from rooflax.nn.storage import Storage
+from rooflax.ops.linear.frozen import product
+from rooflax.ops.weights import Pairs, as_operand, pack_pairs, quantize
+from rooflax.train.adapters import LoraTraining, resolved
+from rooflax.train.data import PackedBatch
+from rooflax.train.log import read_log
+from rooflax.train.loop import run_training
+from rooflax.train.step import (
+    init_state,
+    make_eval_step,
+    make_loss_sum,
+    make_optimizer,
+    make_train_step,
+)
+from tests import adapter_cases, gguf_cases
+from tests.support.train import tiny
+
+pytestmark = pytest.mark.oldest_jax
+
+LORA = {"fine_tune_type": "lora", "lora_rank": 3, "learning_rate": 1e-2}
+CONFIG = tiny.settings(
+    steps=30, batch_size=8, seq_len=24, eval_every=0, checkpoint_every=10, **LORA
+)
+
+
+def packed(tokens):
+    """Rows of one document each."""
+    rows, count = tokens.shape[0], tokens.shape[1] - 1
+    positions = np.tile(np.arange(count, dtype=np.int32), (rows, 1))
+    ones, zeros = np.ones((rows, count), np.float32), np.zeros((rows, count), np.int32)
+    return PackedBatch(tokens[:, :-1], tokens[:, 1:], ones, positions, zeros)
+
+
+def stepping(model, config):
+    """(state, the jitted step, what trains) of a run's beginning."""
+    lora = LoraTraining(model, config)
+    optimizer = make_optimizer(model.table, model.weights, config)
+    state = init_state(lora.start(), optimizer)
+    return state, make_train_step(model, optimizer, config, lora), lora
+
+
+@pytest.mark.parametrize("format", ["iq4_nl", "mxfp4-a8", "w8a8", "w8a8-h64", "pairs", "float32"])
+def test_gradients_of_a_frozen_product(format):
+    random = np.random.default_rng(0)
+    w = random.normal(size=(256, 48)).astype(np.float32)
+    if format == "pairs":
+        stored = pack_pairs(w.astype(jnp.bfloat16), (256,), (48,))
+        assert isinstance(stored, Pairs)
+    elif format == "float32":
+        stored = as_operand(jnp.asarray(w))
+    else:
+        stored = quantize(w, format, (256,), (48,))
+    x, dy = (jnp.asarray(random.normal(size=(5, n)), jnp.float32) for n in (256, 48))
+    found, back = jax.vjp(lambda x: product(x, stored), x)
+    numbers = stored.numbers()
+    np.testing.assert_allclose(found, x @ numbers, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(back(dy)[0], dy @ numbers.T, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("layers", ["unrolled", "scan"])
+def test_losses_equal_pefts(layers):
+    model, _ = adapter_cases.started()
+    config = dataclasses.replace(adapter_cases.train_config(), layers=layers)
+    model = model.stacked() if layers == "scan" else model
+    state, step, _ = stepping(model, config)
+    losses = []
+    for tokens in adapter_cases.batches():
+        state, metrics = step(state, model, packed(tokens))
+        losses.append(float(metrics.loss))
+    np.testing.assert_allclose(losses, adapter_cases.committed_losses(), rtol=0, atol=1e-4)
+
+
+def test_gradients_beside_codes_are_those_beside_their_numbers():
+    path = gguf_cases.gguf("llama_k", "q4_k_m")
+    config = tiny.settings(steps=3, batch_size=2, seq_len=16, **LORA)
+    coded = load(model_info(path), dtype=None)
+    plain = load(model_info(path), dtype="float32")
+    assert coded.weights_bytes < plain.weights_bytes / 2
+    tokens = np.random.RandomState(3).randint(0, coded.config.vocab_size, (2, 17)).astype(np.int32)
+    found = []
+    for model in (coded, plain):
+        state, step, _ = stepping(model, config)
+        for _ in range(3):
+            state, metrics = step(state, model, packed(tokens))
+        found.append((jax.tree.map(np.asarray, state.weights), float(metrics.grad_norm)))
+    assert found[0][1] == pytest.approx(found[1][1], abs=1e-4)
+    for one, other in zip(*(jax.tree.leaves(w) for w, _ in found), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, corpora):
+    folder = tmp_path_factory.mktemp("lora") / "run"
+    model = tiny.make_model()
+    return model, folder, run_training(model, CONFIG, *corpora, folder)
+
+
+def test_the_loss_falls_and_the_base_stays(finished):
+    model, folder, result = finished
+    losses = [line["loss"] for line in read_log(folder / "log.jsonl") if "loss" in line]
+    assert np.mean(losses[-5:]) < losses[0] - 0.02
+    for before, after in zip(
+        jax.tree.leaves(model.weights), jax.tree.leaves(result.model.weights), strict=True
+    ):
+        np.testing.assert_array_equal(before, after)
+
+
+def test_only_a_and_b_are_trained_and_kept(finished):
+    _, folder, result = finished
+    size = (folder / "checkpoints/step-00000030/state.safetensors").stat().st_size
+    numbers = sum(part.a.size + part.b.size for part in result.adapter.matrices.values())
+    assert 3 * 4 * numbers <= size < 3 * 4 * numbers + 20_000
+    assert {m.rpartition(".")[2] for m in result.adapter.matrices} == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    }  # fmt: skip
+
+
+def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path, corpora):
+    config = dataclasses.replace(CONFIG, lora_dropout=0.2, steps=12)
+    model = tiny.make_model()
+    whole = run_training(model, config, *corpora, tmp_path / "whole")
+    run_training(model, config, *corpora, tmp_path / "cut")
+    for path in (tmp_path / "cut/checkpoints").glob("step-00000012/*"):
+        path.unlink()
+    (tmp_path / "cut/checkpoints/step-00000012").rmdir()
+    again = run_training(model, config, *corpora, tmp_path / "cut")
+    assert again.loss == whole.loss
+    for module, part in again.adapter.matrices.items():
+        np.testing.assert_array_equal(part.a, whole.adapter.matrices[module].a)
+        np.testing.assert_array_equal(part.b, whole.adapter.matrices[module].b)
+
+
+def test_dropout_is_by_row_whatever_the_micro_batches():
+    model = tiny.make_model()
+    tokens = np.random.RandomState(1).randint(0, tiny.VOCAB, (8, 25)).astype(np.int32)
+    losses = {}
+    for parts, rate in ((1, 0.5), (4, 0.5), (1, 0.0)):
+        config = dataclasses.replace(CONFIG, micro_batches=parts, lora_dropout=rate)
+        state, step, _ = stepping(model, config)
+        state = dataclasses.replace(state, weights=jax.tree.map(lambda w: w + 0.05, state.weights))
+        _, metrics = step(state, model, packed(tokens))
+        losses[parts, rate] = float(metrics.loss)
+    assert losses[4, 0.5] == pytest.approx(losses[1, 0.5], abs=1e-5)
+    assert abs(losses[1, 0.5] - losses[1, 0.0]) > 1e-3
+
+
+def test_what_was_trained_is_what_is_saved_and_run(case, tmp_path):
+    """The loss of the trained model, by the adapter's folder beside the same base."""
+    base = case("llama_gqa")
+    config = dataclasses.replace(adapter_cases.train_config(), use_rslora=True)
+    state, step, lora = stepping(base.model, config)
+    for tokens in adapter_cases.batches()[:5]:
+        state, _ = step(state, base.model, packed(tokens))
+    info = model_info(base.folder)
+    matrices = lora.adapters(state.weights)
+    save_adapter(tmp_path / "a", matrices, lora.config, info.family, info.config, "base")
+    last = adapter_cases.batches()[-1]
+    evaluate = make_eval_step(base.model, config, lora)
+    total, count = evaluate(state.weights, base.model, packed(last))
+    scores = LLM(base.folder, lora=tmp_path / "a").score([row.tolist() for row in last])
+    assert -np.concatenate(scores).mean() == pytest.approx(float(total) / float(count), abs=1e-5)
+    said = json.loads((tmp_path / "a/adapter_config.json").read_text())
+    assert said["use_rslora"] and said["r"] == 4
+
+
+@pytest.mark.parametrize(
+    ("variant", "settings", "count"),
+    [
+        ("llama_gqa", {"target_modules": "q_proj,v_proj"}, 6),
+        ("llama_gqa", {"target_modules": "q_proj,down_proj", "num_layers": 1}, 2),
+        ("gpt2", {}, 12),
+        ("qwen3_moe", {}, None),
+    ],
+)
+def test_what_peft_is_told_names_what_was_trained(case, tmp_path, variant, settings, count):
+    base = case(variant)
+    config = dataclasses.replace(CONFIG, **settings)
+    stated, chosen = resolved(base.model, config)
+    assert count is None or len(chosen) == count
+    lora = LoraTraining(base.model, config)
+    info = model_info(base.folder)
+    folder = tmp_path / "adapter"
+    matrices = lora.adapters(lora.start())
+    save_adapter(folder, matrices, stated, info.family, info.config, variant)
+    assert set(open_adapter(folder, info).targets) == set(chosen)
+
+
+def test_targets_that_are_not_there_are_named(case):
+    config = dataclasses.replace(CONFIG, target_modules="q_proj,wq")
+    with pytest.raises(RequestError, match="target_modules names 'wq', and llama has .*q_proj"):
+        resolved(case("llama_gqa").model, config)
+
+
+def test_a_run_on_another_kind_of_training_is_not_resumed(finished, corpora):
+    model, folder, _ = finished
+    config = dataclasses.replace(CONFIG, lora_rank=4)
+    with pytest.raises((RequestError, CheckpointError), match="lora_rank is 4, but the checkpoint"):
+        run_training(model, config, *corpora, folder)
+
+
+def test_quantized_weights_still_have_no_gradients_of_their_own(corpora, tmp_path):
+    model = load(model_info(gguf_cases.gguf("llama_k", "q4_k_m")), dtype=None)
+    config = tiny.settings(steps=1, batch_size=2, seq_len=16)
+    with pytest.raises(RequestError, match="or train an adapter"):
+        run_training(model, config, *corpora, tmp_path)
+
+
+def test_no_more_than_a_matrix_is_dequantized_at_a_time():
+    """What a step takes beside its arguments grows by far less than a layer in float32."""
+    config = tiny.settings(steps=1, batch_size=1, seq_len=8, **LORA)
+    batch = jax.tree.map(jnp.asarray, packed(np.ones((1, 9), np.int32)))
+    temporary, numbers = [], []
+    for layers in (1, 3):
+        name, decoder = read_config(
+            tiny.HF_CONFIGS["llama"]
+            | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": layers}
+        )
+        weights = random_weights(name, decoder, seed=0, storage=Storage("float32", "w8a8"))
+        model = build(name, decoder, weights, None, "float32")
+        lora = LoraTraining(model, config)
+        loss = make_loss_sum(model, config, lora)
+        grad = jax.jit(jax.grad(lambda w, base, loss=loss: loss(w, base, batch)))
+        compiled = grad.lower(lora.start(), model).compile()
+        temporary.append(compiled.memory_analysis().temp_size_in_bytes)
+        numbers.append(4 * model.num_parameters)
+    assert temporary[1] - temporary[0] < (numbers[1] - numbers[0]) / 4

@@ -17,11 +17,10 @@ from typing import Any
 from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.fields.kinds import is_number, is_whole
 from rooflax.loading.json_files import ADAPTER, read_json_object
+from rooflax.loading.patterns import module_pattern
 
 MAX_RANK = 4096
-MOST_NAMES, MOST_CHARACTERS = 10_000, 1000
-MOST_REPEATS = 5
-"""Of a pattern, unbounded ones: a name is matched in no time then, whoever wrote the pattern."""
+MOST_NAMES = 10_000
 ALL_LINEAR = "all-linear"
 ELSEWHERE = frozenset({
     "auto_mapping", "base_model_name_or_path", "inference_mode", "megatron_core", "peft_version",
@@ -252,17 +251,7 @@ class _Reader:
         return {self._pattern(key, name): read(key, own) for name, own in value.items()}
 
     def _pattern(self, key: str, pattern: str) -> str:
-        repeats = re.findall(r"[*+]|\{\d*,\d*\}", pattern)
-        is_slow = len(repeats) > MOST_REPEATS or re.search(r"\)\s*[*+{]", pattern)
-        try:
-            re.compile(pattern)
-        except (re.error, RecursionError, OverflowError):
-            raise self._bad(key, pattern, "a regular expression") from None
-        if is_slow or len(pattern) > MOST_CHARACTERS:
-            raise self._bad(
-                key, pattern, f"a regular expression with at most {MOST_REPEATS} repeats"
-            )
-        return pattern
+        return module_pattern(pattern, f"{self._path}: {key}").pattern
 
 
 def named(modules: Iterable[str], most: int = 3) -> str:

@@ -12,7 +12,7 @@ import re
 from rooflax.errors import CheckpointError
 
 LONGEST = 1024
-MOST_REPEATS, MOST_OPTIONAL = 4, 6
+MOST_REPEATS, MOST_OPTIONAL = 5, 6
 TOKENS = re.compile(
     r"""(?P<open>\((?:\?(?:P<\w+>|<?[=!]|:|[a-zA-Z]+[:)]?))?)
     | (?P<close>\))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from typing import Any
 from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.fields.kinds import is_number, is_whole
 from rooflax.loading.json_files import ADAPTER, read_json_object
-from rooflax.loading.patterns import module_pattern
+from rooflax.loading.patterns import MOST_PATTERNS, compiled, module_pattern
 
-MAX_RANK = 4096
+MAX_RANK, MAX_ALPHA = 4096, 1_000_000
 MOST_NAMES = 10_000
 ALL_LINEAR = "all-linear"
 ELSEWHERE = frozenset({
@@ -75,8 +75,8 @@ class AdapterConfig:
     def _layer(self, module: str) -> int | None:
         """The first number in a path, or the one behind one of the patterns."""
         for pattern in self.layers_patterns:
-            if number := re.match(rf".*\.{pattern}\.(\d+)\.", module):
-                return int(number[1])
+            if number := compiled(_numbered(pattern)).match(module):
+                return int(number["number"])
         number = None if self.layers_patterns else re.match(r".*?\.[^.]*\.(\d+)\.", module)
         return int(number[1]) if number else None
 
@@ -119,12 +119,20 @@ def is_all_linear(names: object) -> bool:
 
 def _names(names: tuple[str, ...] | str, module: str) -> bool:
     if isinstance(names, str):
-        return re.fullmatch(names, module) is not None
+        return compiled(names).fullmatch(module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
+def _at_end(pattern: str) -> str:
+    return rf"(.*\.)?({pattern})$"
+
+
+def _numbered(pattern: str) -> str:
+    return rf".*\.(?:{pattern})\.(?P<number>\d+)\."
+
+
 def _by_pattern(values: Mapping[str, Any], module: str, otherwise: Any) -> Any:
-    found = (v for key, v in values.items() if re.match(rf"(.*\.)?({key})$", module))
+    found = (v for key, v in values.items() if compiled(_at_end(key)).match(module))
     return next(found, otherwise)
 
 
@@ -181,7 +189,7 @@ class _Reader:
             exclude_modules=self._modules("exclude_modules") or (),
             layers=self._layers(),
             layers_patterns=tuple(
-                self._pattern("layers_pattern", one)
+                self._pattern("layers_pattern", one, _numbered)
                 for one in self._texts("layers_pattern", one_too=True)
             ),
             rank_pattern=self._patterns("rank_pattern", self._rank),
@@ -214,8 +222,8 @@ class _Reader:
         return value
 
     def _alpha(self, key: str, value: Any) -> float:
-        if not is_number(value):
-            raise self._bad(key, value, "a finite number")
+        if not is_number(value) or abs(value) > MAX_ALPHA:
+            raise self._bad(key, value, f"a number of at most {MAX_ALPHA:,}")
         return float(value)
 
     def _layers(self) -> tuple[int, ...] | None:
@@ -246,12 +254,14 @@ class _Reader:
 
     def _patterns(self, key: str, read: Any) -> dict[str, Any]:
         value = self._take(key, {})
-        if not isinstance(value, dict) or len(value) > MOST_NAMES:
-            raise self._bad(key, value, "an object")
-        return {self._pattern(key, name): read(key, own) for name, own in value.items()}
+        if not isinstance(value, dict) or len(value) > MOST_PATTERNS:
+            raise self._bad(key, value, f"an object of at most {MOST_PATTERNS} patterns")
+        return {self._pattern(key, name, _at_end): read(key, own) for name, own in value.items()}
 
-    def _pattern(self, key: str, pattern: str) -> str:
-        return module_pattern(pattern, f"{self._path}: {key}").pattern
+    def _pattern(self, key: str, pattern: str, inside: Callable[[str], str] = str) -> str:
+        for one in (pattern, inside(pattern)):
+            module_pattern(one, f"{self._path}: {key}")
+        return pattern
 
 
 def named(modules: Iterable[str], most: int = 3) -> str:

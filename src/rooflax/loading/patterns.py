@@ -1,79 +1,55 @@
 """Regular expressions that a checkpoint brings, for names of modules.
 
-Python's `re` backtracks: a hostile pattern takes longer than anybody waits. What is accepted takes
-at most about as many steps as there are ways to place `MOST_REPEATS` cuts in a name, for each
-choice of `MOST_OPTIONAL` parts.
+RE2 matches in a time that is linear in the name; Python's `re` backtracks, and a hostile pattern
+takes longer than anybody waits.
 """
 
 from __future__ import annotations
 
-import re
+from functools import lru_cache
+from typing import Any
+
+import re2
 
 from rooflax.errors import CheckpointError
 
 LONGEST = 1024
-MOST_REPEATS, MOST_OPTIONAL = 5, 6
-TOKENS = re.compile(
-    r"""(?P<open>\((?:\?(?:P<\w+>|<?[=!]|:|[a-zA-Z]+[:)]?))?)
-    | (?P<close>\))
-    | (?P<either>\|)
-    | (?P<repeat>[*+]|\{\d*,?\d*\})
-    | (?P<optional>\?)
-    | (?P<back>\\[1-9])
-    | \\. | \[\^?\]?(?:\\.|[^\]\\])*\] | .""",
-    re.VERBOSE | re.DOTALL,
-)
+MOST_PATTERNS = 1000
 
 
-def module_pattern(text: str, where: str) -> re.Pattern[str]:
+@lru_cache(4 * MOST_PATTERNS)
+def compiled(text: str) -> Any:
+    """A pattern with `match` and `fullmatch` as of Python's `re`.
+
+    Raises:
+        re2.error: RE2 does not know it.
+    """
+    options = re2.Options()
+    options.log_errors = False
+    return re2.compile(text, options)
+
+
+def module_pattern(text: str, where: str) -> Any:
     """A pattern that a file has, compiled.
 
     Args:
         where: the file and the key, for errors.
 
     Raises:
-        CheckpointError: it is no regular expression, or one that may take too long.
+        CheckpointError: it is too long, or no regular expression of RE2, which has no look-around
+            and no references back.
     """
     if len(text) > LONGEST:
         raise CheckpointError(f"{where} has a pattern of {len(text)} characters.")
     try:
-        pattern = re.compile(text)
-    except (re.error, OverflowError, RecursionError):
+        return compiled(text)
+    except (re2.error, UnicodeError) as error:
         raise CheckpointError(
-            f"{where} has the pattern {text!r:.80}, which is not a regular expression."
+            f"{where} has the pattern {text!r:.80}, which is no regular expression of RE2: "
+            f"{_text(error)}."
         ) from None
-    if why := _slow(text):
-        raise CheckpointError(f"{where} has the pattern {text!r:.80}, which {why}.")
-    return pattern
 
 
-def _slow(text: str) -> str | None:
-    """Why a valid pattern may backtrack without end, or None."""
-    repeats, optional = 0, 0
-    closed, repeated = False, False  # what was read last: a group that varies, a repetition
-    varies = [False]  # of each open group, whether it matches texts of several lengths or forms
-    for token in TOKENS.finditer(text):
-        kind, found = token.lastgroup, token[0]
-        if kind == "close":
-            closed, repeated = varies.pop(), False
-            varies[-1] |= closed
-            continue
-        if kind == "open" and not found.endswith(")"):
-            varies.append(False)
-        elif kind == "back":
-            return "refers back to a group"
-        elif kind == "either":
-            varies[-1] = True
-        elif kind == "optional" and not repeated:  # behind a repetition it only makes it lazy
-            optional += 1
-            varies[-1] = True
-        elif kind == "repeat":
-            if closed:
-                return "repeats a group that repeats or chooses itself"
-            if found[0] in "*+" or "," in found:
-                repeats += 1
-                varies[-1] = True
-        closed, repeated = False, kind == "repeat"
-    if repeats > MOST_REPEATS:
-        return f"repeats more than {MOST_REPEATS} parts"
-    return f"has more than {MOST_OPTIONAL} optional parts" if optional > MOST_OPTIONAL else None
+def _text(error: Exception) -> str:
+    reason = error.args[0] if error.args else ""
+    return (reason.decode(errors="replace") if isinstance(reason, bytes) else str(reason))[:80]

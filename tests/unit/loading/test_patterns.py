@@ -1,5 +1,6 @@
-"""Patterns for names of modules: published ones compile, hostile ones are rejected unrun."""
+"""Patterns for names of modules: published ones match as by `re`, hostile ones end."""
 
+import re
 import time
 
 import pytest
@@ -7,7 +8,11 @@ import pytest
 from rooflax.errors import CheckpointError
 from rooflax.loading.patterns import LONGEST, module_pattern
 
-NAME = "model.layers.31.mlp.experts.127.gate_up_proj" * 2
+NAMES = (
+    "lm_head", "model.layers.3.self_attn.q_proj", "model.layers.31.mlp.gate_up_proj",
+    "model.layers.0.mlp.experts.127.down_proj", "vision.blocks.2.x", "layers.0.self_attn.q_proj",
+    "model.layers.12.", "language.h.attention.v_proj", "ab",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -17,46 +22,51 @@ NAME = "model.layers.31.mlp.experts.127.gate_up_proj" * 2
         r".*self_attn\.(q|k|v|o)_proj$",
         r"model\.layers\.[0-9]+\.mlp\.(gate|up|gate_up|down)_proj.*",
         r".*\.(experts\.[0-9]+)\.(gate|up|down)_proj$",
-        r"^(?!.*(?:lm_head|router)).*$",
         r"(?P<part>model|vision)\.(?:layers|blocks)\.\d{1,3}\..*",
         r"(.*\.)?(layers\.0\.self_attn\.q_proj)$",
-        r"(?:.*?(?:language|text).*?(?:self_attn|mlp).*?(?:k_proj|v_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\.)$",
-        r"(?i)MODEL\.[]a-z*+()|^\]]+?\+\(\*",
-        r"a{3}(?:bc){2}",
+        r"(?:.*?(?:text|language).*?(?:mlp|attention).*?(?:k|v)_proj.*?)|(?:\bmodel\.layers\.[\d]{1,}\.)$",
+        r"(?i)MODEL\.layers.*",
+        r"a{1}(?:b){1,2}",
     ],
 )
-def test_published_kinds_of_patterns_are_compiled(text):
-    assert module_pattern(text, "config.json").pattern == text
+def test_published_kinds_match_as_by_re(text):
+    pattern, python = module_pattern(text, "config.json"), re.compile(text)
+    for name in NAMES:
+        assert bool(pattern.match(name)) == bool(python.match(name))
+        assert bool(pattern.fullmatch(name)) == bool(python.fullmatch(name))
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    "text",
     [
-        ("(a+)+$", "repeats a group"),
-        ("(?:a*)*$", "repeats a group"),
-        ("(?:a|a)+$", "repeats a group"),
-        ("(?:a|ab){20}$", "repeats a group"),
-        ("((?:a+)b?)*$", "repeats a group"),
-        ("(?:[a-z]{2,})+$", "repeats a group"),
-        (".*.*.*.*.*.*x", "repeats more than"),
-        ("a?" * 30 + "a" * 30, "optional"),
-        ("(?:a?){30}$", "repeats a group"),
-        (r"(a)(.*)\1", "refers back"),
-        ("a" * (LONGEST + 1), "characters"),
-        ("re:[", "regular expression"),
-        ("(" * 200 + ")" * 199, "regular expression"),
-        ("a{99999999999}", "regular expression"),
+        "re:[",
+        "(" * 200 + ")" * 199,
+        r"(a)\1",
+        "^(?!.*router).*$",
+        "(?x)(a+) +Q",
+        "((a{100}){100}){9}",
+        "\ud800",
+        "a" * (LONGEST + 1),
     ],
 )
-def test_patterns_that_may_never_end_are_rejected(text, why):
-    with pytest.raises(CheckpointError, match=f"config.json has .*{why}"):
+def test_what_re2_does_not_know_is_rejected(text):
+    with pytest.raises(CheckpointError, match="^config.json has .*pattern"):
         module_pattern(text, "config.json")
 
 
 @pytest.mark.parametrize(
-    "text", ["[a-z._0-9]*" * 4 + "!", r"(?!.*\d+!).*.*!", "(?:m?o?d?e?l?.?).*?.*?[a-z.]*!"]
+    "text",
+    [
+        "(a+)+b",
+        "(?:a|a)*b",
+        "(?:.|.)" * 40 + "Q",
+        "a?" * 60 + "a" * 60,
+        "(.+)(?:#)+Q",
+        ".*" * 40 + "Q",
+    ],
 )
-def test_what_is_accepted_ends(text):
+def test_patterns_that_backtrack_end(text):
     started = time.perf_counter()
-    assert module_pattern(text, "config.json").match(NAME) is None
+    for _ in range(100):
+        assert not module_pattern(text, "config.json").fullmatch("a" * 300)
     assert time.perf_counter() - started < 5

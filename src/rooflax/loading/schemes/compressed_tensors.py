@@ -16,10 +16,10 @@ Source: compressed-tensors 0.20, compressors/ and quantization/.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -68,7 +68,7 @@ class CompressedTensors:
     """Arguments by target, in the order in which they count."""
 
     names: Mapping[str, Arguments]
-    patterns: list[tuple[re.Pattern[str], Arguments]]
+    patterns: list[tuple[Any, Arguments]]
     classes: list[Arguments]
 
     def find(self, tensors: Tensors) -> Found:

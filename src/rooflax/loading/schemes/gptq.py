@@ -13,7 +13,6 @@ Source: AutoGPTQ, nn_modules/qlinear; GPTQModel, utils/model.py; AutoAWQ, utils/
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -80,7 +79,7 @@ class Gptq:
 
     settings: Settings
     less_one: bool
-    own: list[tuple[re.Pattern[str], Settings]] = field(default_factory=list)
+    own: list[tuple[Any, Settings]] = field(default_factory=list)
 
     def find(self, tensors: Tensors) -> Found:
         found = {n: self._coded(tensors, m) for n, m in modules(tensors, "qweight").items()}

@@ -127,7 +127,7 @@ def _train(args: argparse.Namespace, config: TrainConfig, data: DataConfig, out:
     if result.was_complete:
         terminal.say(
             f"the run in {out} was complete after {result.step:,} steps; nothing was trained. "
-            f"To go on, give more steps, or train {out / 'model'} into another --out"
+            f"To go on, give more steps"
         )
     if result.adapter is None:
         folder = _save(out, start, result, config.save_dtype)
@@ -287,7 +287,11 @@ def _digest(parts: dict[str, list[Row]]) -> str:
     found = hashlib.sha256()
     for part, rows in parts.items():
         for row in rows:
-            found.update(json.dumps([part, *asdict(row).values()]).encode())
+            values = (getattr(row, field.name) for field in fields(row))
+            try:
+                found.update(json.dumps([part, *values]).encode())
+            except RecursionError:
+                raise RequestError(f"{row.name} has a row that is nested too deeply.") from None
     return found.hexdigest()
 
 

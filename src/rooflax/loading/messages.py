@@ -71,6 +71,9 @@ def repaired(
         if plain.get("role") == "developer" and not keeps_developer:
             plain["role"] = "system"
         calls, where = plain.pop("tool_calls", None), f"messages[{number}]"
+        if calls is not None and not isinstance(calls, list | tuple):
+            raise RequestError(f"{where}.tool_calls is {calls!r:.80}; it must be a list.")
+        _check_id(plain.get("tool_call_id"), f"{where}.tool_call_id")
         if calls:
             where = f"{places[number] if places else where}.tool_calls"
             plain["tool_calls"] = [_call(each, f"{where}[{n}]") for n, each in enumerate(calls)]
@@ -89,9 +92,15 @@ def _present(given: Mapping[str, Any]) -> dict[str, Any]:
 def _call(given: Any, where: str) -> Any:
     if not isinstance(given, Mapping) or not isinstance(given.get("function"), Mapping):
         return given
+    _check_id(given.get("id"), f"{where}.id")
     function = _present(given["function"])
     function["arguments"] = call_arguments(function.get("arguments"), f"{where}.function.arguments")
     return _present(given) | {"function": function}
+
+
+def _check_id(given: Any, where: str) -> None:
+    if given is not None and not isinstance(given, str | int):
+        raise RequestError(f"{where} is {given!r:.80}; it must be a text.")
 
 
 def _role(message: Any) -> Any:

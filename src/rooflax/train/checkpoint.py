@@ -40,7 +40,7 @@ def save_checkpoint(folder: Path, state: TrainState, info: dict[str, Any], *, ke
         OSError: the disk is full or not writable; older checkpoints are untouched.
     """
     step = int(state.step)
-    target = folder / f"step-{step:08d}"
+    target = folder / checkpoint_name(step)
     temporary = folder / f"{_UNFINISHED}{step:08d}"
     folder.mkdir(parents=True, exist_ok=True)
     remove_unfinished(folder)
@@ -55,9 +55,20 @@ def save_checkpoint(folder: Path, state: TrainState, info: dict[str, Any], *, ke
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    for old in list_checkpoints(folder)[:-keep]:
+    others = [path for path in list_checkpoints(folder) if path != target]
+    for old in others[: len(others) - (keep - 1)]:
         _remove(old)
     return target
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Clears away those of a run that is not gone on with."""
+    for path in list_checkpoints(folder):
+        _remove(path)
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

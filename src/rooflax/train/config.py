@@ -33,6 +33,7 @@ LENGTH = frozenset({"epochs", "tokens", "steps", "warmup_steps"})
 """Fields that a run which is made longer may state differently."""
 
 
+MOST_STEPS = 99_999_999  # as checkpoints number them
 NEW = DEFAULTS["new weights"]
 _field = partial(declare, group="training")
 ADAPTERS = "adapters"
@@ -85,11 +86,13 @@ class DataConfig:
 class TrainConfig:
     """A training run's settings."""
 
-    steps: int | None = _field(Whole(1), "optimizer steps; or tokens, or epochs", metavar="N")
+    steps: int | None = _field(Whole(1, MOST_STEPS), "optimizer steps; or tokens, or epochs",
+        metavar="N")
     tokens: int | None = _field(
-        Whole(1), "training tokens in all, which become steps, rounded up", metavar="N")
+        Whole(1, 10**15), "training tokens in all, which become steps, rounded up", metavar="N")
     epochs: float | None = _field(
-        Number(0, above=True), "times that all rows are trained, which become steps", metavar="X")
+        Number(0, 1e6, above=True), "times that all rows are trained, which become steps",
+        metavar="X")
     batch_size: int = _field(
         Whole(1), "rows per step, all micro-batches together", default=16, flags=("--batch",),
         metavar="N")
@@ -168,6 +171,10 @@ class TrainConfig:
             raise RequestError(f"{what} given; give one of them.")
         if (self.patience or self.save_best) and not self.eval_every:
             raise RequestError("`patience` and `save_best` need held-out losses: set `eval_every`.")
+        if self.fine_tune_type == "full":
+            own = (one for one in declarations(TrainConfig).values() if one.group == ADAPTERS)
+            if given := [one.name for one in own if getattr(self, one.name) != one.default]:
+                raise RequestError(f"`{given[0]}` is of an adapter; set `fine_tune_type` to lora.")
         self._check_divides("batch_size", self.batch_size, self.micro_batches)
         if self.loss_rows is not None:
             rows = self.batch_size // self.micro_batches
@@ -195,6 +202,8 @@ class TrainConfig:
         steps = self.num_steps
         if self.epochs is not None:
             steps = math.ceil(self.epochs * num_rows / self.batch_size)
+        if steps > MOST_STEPS:
+            raise RequestError(f"The run has {steps:,} steps; the most are {MOST_STEPS:,}.")
         return replace(self, steps=steps, tokens=None, epochs=None)
 
     def to_json(self) -> dict[str, Any]:

@@ -88,10 +88,12 @@ def folder_documents(
         skip: names of further folders to leave out.
 
     Raises:
-        RequestError: the folder does not exist.
+        RequestError: the folder does not exist, or the pattern is no name's.
     """
     if not folder.is_dir():
         raise RequestError(f"{folder} is not a folder; give one that holds the training files.")
+    if Path(pattern).is_absolute() or not pattern:
+        raise RequestError(f"The glob is {pattern!r:.80}; give a pattern for names of files.")
     left_out = SKIPPED_FOLDERS | set(skip)
     paths = (p.relative_to(folder) for p in folder.rglob(pattern) if p.is_file())
     kept = (p for p in paths if left_out.isdisjoint(p.parts[:-1]))

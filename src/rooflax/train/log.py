@@ -66,5 +66,16 @@ def best_held_out(lines: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """The lines of a log.
+
+    Raises:
+        CheckpointError: one is damaged.
+    """
+    damaged = f"{path} is damaged; put it back or train into another folder."
+    try:
+        lines = [json.loads(line) for line in path.read_bytes().splitlines()]
+    except (ValueError, RecursionError):
+        raise CheckpointError(damaged) from None
+    if not all(isinstance(line, dict) for line in lines):
+        raise CheckpointError(damaged)
+    return lines

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rooflax.errors import EngineError, RequestError
+from rooflax.errors import CheckpointError, EngineError, RequestError
 from rooflax.files import only_writer
 from rooflax.loading.adapter_config import AdapterConfig
 from rooflax.models.adapters import LowRank
@@ -29,9 +29,11 @@ from rooflax.processes import check_not_forked
 from rooflax.signals import stop_asked
 from rooflax.train.adapters import LORA, LoraTraining
 from rooflax.train.checkpoint import (
+    checkpoint_name,
     list_checkpoints,
     load_state,
     read_about,
+    remove_checkpoints,
     remove_unfinished,
     save_checkpoint,
 )
@@ -209,15 +211,21 @@ class _Run:
         self.eval_step = make_eval_step(self.model, config, self.lora)
         self.rate = learning_rate(config)
         self.loss: float | None = None
-        self.saved_step = -1
+        self.saved_step, self.best_step = -1, None
         self.state, position = self._start()
         self.step = int(self.state.step)
         self.log = TrainLog(folder / "log.jsonl", position)
-        lines = read_log(folder / "log.jsonl")
+        try:
+            lines = read_log(folder / "log.jsonl")
+        except CheckpointError:
+            self.log.close()
+            raise
         self.held_out_lines = [line for line in lines if line.get("whole") is False]
-        settings = [line["settings"] for line in lines if "settings" in line]
-        if settings[-1:] != [config.to_json()]:
-            self.log.write({"step": self.step, "settings": config.to_json()})
+        settings = [line for line in lines if "settings" in line]
+        if [line["settings"] for line in settings[-1:]] != [config.to_json()]:
+            settings.append({"step": self.step, "settings": config.to_json()})
+            self.log.write(settings[-1])
+        self.settings_step = settings[-1]["step"]
 
     def _other_rows(self, corpus: Corpus | None, called: str) -> Rows | None:
         if corpus is None:
@@ -242,6 +250,7 @@ class _Run:
         remove_unfinished(self.checkpoints)
         found = list_checkpoints(self.checkpoints)
         if not found:
+            remove_checkpoints(self.folder / "best")
             return state, 0
         info = read_about(found[-1])
         self.config.check_same(info["config"])
@@ -349,7 +358,8 @@ class _Run:
     @property
     def has_lost_patience(self) -> bool:
         """Whether the best of the held-out losses has been followed by enough others."""
-        after = [line for line in self.held_out_lines if line["step"] > self.best()["step"]]
+        since = max(self.best()["step"], self.settings_step)  # longer runs wait anew
+        after = [line for line in self.held_out_lines if line["step"] > since]
         return self.config.patience is not None and len(after) >= self.config.patience
 
     def weights_alone(self) -> TrainState:
@@ -357,11 +367,17 @@ class _Run:
 
     def take_best(self, interrupted: bool) -> None:
         """The weights of the best held-out loss in place of the last, where that is asked for."""
-        if self.config.save_best and not interrupted and self.best()["step"] != self.step:
-            (found,) = list_checkpoints(self.folder / "best")
-            self.state = replace(
-                self.state, weights=load_state(found, self.weights_alone()).weights
-            )
+        if not self.config.save_best or interrupted:
+            return
+        best = self.best()["step"]
+        if best != self.step:
+            saved = self.folder / "best" / checkpoint_name(best)
+            if not saved.exists():  # a later one took its place before the run was killed
+                self.say(f"the weights of step {best:,} are gone; those of the last step are taken")
+                return
+            state = load_state(saved, self.weights_alone())
+            self.state = replace(self.state, weights=state.weights)
+        self.best_step = best
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0 and self.step < self.config.num_steps
@@ -437,7 +453,7 @@ class _Run:
             bits_per_byte=bits,
             interrupted=interrupted,
             was_complete=was_complete,
-            best_step=self.best()["step"] if self.config.save_best and not interrupted else None,
+            best_step=self.best_step,
             stopped_early=self.has_lost_patience,
         )
 

@@ -73,6 +73,8 @@ def encode_rows(
     with ThreadPoolExecutor(THREADS) as pool:
         for first in range(0, len(rows), WRITTEN_AT_ONCE):
             for row, ids, trained in pool.map(encoded, rows[first : first + WRITTEN_AT_ONCE]):
+                if len(ids) < 2:
+                    raise RequestError(f"{_where(row)} has nothing to train on: it is empty.")
                 if trained is not None and not any(trained[1:]):
                     raise RequestError(
                         f"{_where(row)} has nothing to train on: no answer of the assistant is "

@@ -11,6 +11,7 @@ from rooflax.errors import RequestError
 from rooflax.loading.load import load
 from rooflax.loading.model_info import embedded_folder
 from rooflax.train import loop
+from rooflax.train.config import TrainConfig
 from tests.flags import replaced
 
 pytestmark = pytest.mark.oldest_jax
@@ -286,7 +287,7 @@ def test_quantized_weights_are_rejected_before_anything_is_read(rooflax, tmp_pat
     assert ran.code == 2 and "quantized weights, which cannot be trained" in ran.err
     model = load(folder)
     with pytest.raises(RequestError, match="quantized weights, which cannot be trained"):
-        loop.run_training(model, None, None, None, out)
+        loop.run_training(model, TrainConfig(steps=1), None, None, out)
 
 
 def test_generation_defaults_go_along(rooflax, data):

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import shutil
 import subprocess
 import sys
 import threading
@@ -228,6 +229,41 @@ def test_the_best_weights_are_kept_and_patience_ends(corpora, tmp_path):
     again = run_training(tiny.make_model(), config, *corpora, tmp_path)
     assert (again.was_complete, again.best_step, again.step) == (True, best, best + 4)
     assert again.held_out_loss == result.held_out_loss
+
+
+def test_the_best_of_a_run_that_was_killed_is_not_the_next_ones(corpora, tmp_path):
+    """Before a checkpoint, and behind one: a stale best is never taken for another."""
+    stale = tmp_path / "best" / "step-00000050"
+    run_training(tiny.make_model(), WATCHED, *corpora, tmp_path / "other")
+    shutil.copytree(tmp_path / "other" / "checkpoints" / "step-00000012", stale)
+    config = dataclasses.replace(
+        WATCHED, steps=16, learning_rate=3.0, warmup_steps=0, min_lr_ratio=1.0, save_best=True
+    )
+    result = run_training(tiny.make_model(), config, *corpora, tmp_path)
+    assert result.best_step is not None and result.best_step < 16
+    (best,) = (tmp_path / "best").iterdir()
+    assert best.name == f"step-{result.best_step:08d}"
+    best.rename(stale)
+    said = []
+    gone = run_training(tiny.make_model(), config, *corpora, tmp_path, say=said.append)
+    assert gone.best_step is None
+    assert f"the weights of step {result.best_step} are gone" in said[-1]
+
+
+def test_a_run_that_lost_patience_goes_on_when_it_is_made_longer(corpora, tmp_path):
+    config = dataclasses.replace(WATCHED, steps=30, learning_rate=0.5, warmup_steps=0, patience=1)
+    first = run_training(tiny.make_model(), config, *corpora, tmp_path)
+    longer = dataclasses.replace(config, steps=60)
+    second = run_training(tiny.make_model(), longer, *corpora, tmp_path)
+    assert first.stopped_early and second.step > first.step and not second.was_complete
+
+
+def test_a_damaged_log_is_said(corpora, tmp_path):
+    run_training(tiny.make_model(), tiny.settings(steps=2), *corpora, tmp_path)
+    with open(tmp_path / "log.jsonl", "r+b") as log:
+        log.write(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match="log.jsonl is damaged"):
+        run_training(tiny.make_model(), tiny.settings(steps=2), *corpora, tmp_path)
 
 
 def test_watching_needs_held_out_rows(corpora, tmp_path):

@@ -162,10 +162,30 @@ OTHER = {
 }  # fmt: skip
 
 
+OF_ADAPTERS = (
+    "lora_rank", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "num_layers",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_ADAPTERS)
+def test_what_is_of_adapters_needs_one(name):
+    with pytest.raises(RequestError, match=f"^`{name}` is of an adapter; set `fine_tune_type`"):
+        make(**{name: OTHER[name]})
+    assert getattr(make(fine_tune_type="lora", **{name: OTHER[name]}), name) == OTHER[name]
+
+
+def test_lengths_that_no_checkpoint_can_number():
+    rejected(steps=10**8)
+    rejected(tokens=10**16)
+    rejected(epochs=1e7)
+    with pytest.raises(RequestError, match="^The run has 1,000,000,000 steps; the most are"):
+        make(epochs=1e6, batch_size=1).resolved(1000)
+
+
 # Of a resolved run, tokens and epochs are steps.
 @pytest.mark.parametrize("name", [name for name in FIELDS if name not in ("tokens", "epochs")])
 def test_a_resumed_run_has_the_same_settings(name):
-    first = make(steps=10)
+    first = make(steps=10, fine_tune_type="lora" if name in OF_ADAPTERS else "full")
     saved = json.loads(json.dumps(first.to_json()))
     first.check_same(saved)
     other = dataclasses.replace(first, **{name: OTHER[name]})

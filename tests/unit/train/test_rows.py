@@ -105,6 +105,12 @@ def test_rows_that_are_rejected(chatml):
             ": the chat template rejects .*role",
         ),
         (chat(user), EVERY, " has nothing to train on: no answer of the assistant is among its"),
+        (chat({**answer, "tool_calls": 5}), EVERY, r": messages\[0\]\.tool_calls is 5; it must be"),
+        (
+            chat(user, {"role": "tool", "content": "x", "tool_call_id": {}}, answer),
+            EVERY,
+            r": messages\[1\]\.tool_call_id is \{\}; it must be a text",
+        ),
         (chat(user, answer, user), LAST, " has nothing to train on: .* is the last message"),
         (chat(answer, user), EVERY, ": the first message is the assistant's"),
         (chat(user, {"role": "assistant", "content": "\ud83d"}), EVERY, ": .*lone surrogate"),

@@ -122,7 +122,7 @@ class AsyncLLM:
             max_tokens_per_step=serving["max_tokens_per_step"], num_blocks=serving["kv_blocks"]
         )
         self.llm = LLM(plan, check=check, progress=progress)
-        self._bank = plan.bank
+        self._bank, self._loading = plan.bank, asyncio.Lock()
         pooling = plan.info.pooling  # such a model embeds or scores, and does nothing else
         self._pooler = pooling and pooling.pooler
         engine = self._engine()
@@ -173,10 +173,11 @@ class AsyncLLM:
         if self._bank is None:
             raise RequestError("There are no slots of adapters; start with `loras`.")
         info = self.llm.info
-        bank = await self._in_thread(partial(self._bank.with_adapter, name, str(folder), info))
-        model = await self._in_thread(partial(bank.beside, whole(self.llm.model), info))
-        self.llm.model = self._thread.engine.runner.model = model
-        self._bank = bank
+        async with self._loading:  # one after the other: each goes on from the bank before
+            bank = await self._in_thread(partial(self._bank.with_adapter, name, str(folder), info))
+            model = await self._in_thread(partial(bank.beside, whole(self.llm.model), info))
+            self.llm.model = self._thread.engine.runner.model = model
+            self._bank = bank
 
     def _adapter(self, name: str | None) -> tuple[int, str]:
         """An adapter's slot and digest."""

@@ -12,6 +12,8 @@ from rooflax.engine.compilation import count_compilations
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.loading.model_info import model_info
 from rooflax.models.presets import CHAT_NAME
+from rooflax.server.service import Service
+from rooflax.server.settings import Settings
 from tests import goldens
 from tests.support.loading.adapters import write_adapter
 from tests.support.server.live import serving
@@ -135,6 +137,20 @@ def test_another_adapter_compiles_nothing(server, base, adapters):
         asyncio.run(server.load_lora("more", adapters["few"]))
 
 
+def test_adapters_that_load_at_once_do_not_undo_each_other(base, adapters):
+    async def both():
+        loads = (llm.load_lora(name, adapters[name]) for name in ("few", "late"))
+        await asyncio.gather(*loads)
+        for name in ("", "x" * 201):
+            with pytest.raises(RequestError, match="An adapter's name has 1 to 200 characters"):
+                await llm.load_lora(name, adapters["few"])
+        await llm.shutdown()
+
+    llm = AsyncLLM(base, max_num_seqs=2, loras=[f"all={adapters['all']}"], max_loras=3)
+    asyncio.run(both())
+    assert set(llm.loras) == {"all", "few", "late"}
+
+
 def test_an_unknown_adapter_is_named(server):
     with pytest.raises(RequestError, match=r"lora is 'none'; there is all, few"):
         asked(server, (goldens.prompts()[0], "none"))
@@ -178,3 +194,12 @@ def test_openais_client_names_adapters_as_models(tmp_path):
         assert len(set(texts.values())) == 3
         with pytest.raises(openai.NotFoundError, match="one, two"):
             client.completions.create(model="three", prompt="x")
+
+
+def test_no_adapter_takes_the_models_name(tmp_path):
+    folder = write_adapter(tmp_path / "a", model_info(CHAT_NAME), ATTENTION)
+    llm = AsyncLLM(CHAT_NAME, max_num_seqs=1, loras=[f"{CHAT_NAME}={folder}"])
+    service = Service(Settings())
+    with pytest.raises(RequestError, match=f"--lora {CHAT_NAME} has the name of the model"):
+        service.is_loaded(llm)
+    asyncio.run(llm.shutdown())

@@ -63,6 +63,8 @@ class Bank:
         Raises:
             RooflaxError: the name is taken, no slot is free, or the adapter does not fit.
         """
+        if not 0 < len(name) <= MOST_CHARACTERS:
+            raise RequestError(f"An adapter's name has 1 to {MOST_CHARACTERS} characters.")
         if name in self.names:
             raise RequestError(f"There is an adapter {name!r} already.")
         if None not in self.adapters:

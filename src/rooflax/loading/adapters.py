@@ -116,7 +116,11 @@ class Adapter:
 
 def merged(w: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
     """W + scale B A in float32, [out, in]."""
-    return w.astype(np.float32) + np.float32(scale) * (b @ a)
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = w.astype(np.float32) + np.float32(scale) * (b @ a)
+    if not np.isfinite(found).all():
+        raise CheckpointError("Weights with the adapter are beyond float32; train it again.")
+    return found
 
 
 def base_weight(base: Source, name: str, target: Target) -> np.ndarray:

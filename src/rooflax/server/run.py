@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from rooflax.errors import EngineError
+from rooflax.errors import EngineError, RequestError
 from rooflax.server.app import make_app
 from rooflax.server.listening import BACKLOG
 from rooflax.server.service import Service
@@ -119,7 +119,11 @@ class Runner:
         self.service.progress = text
 
     def _loaded(self, engine: AsyncLLM) -> None:
-        self.service.is_loaded(engine)
+        try:
+            self.service.is_loaded(engine)
+        except RequestError as error:
+            self._ends(error)
+            return
         seconds = time.monotonic() - self.service.started_s
         names = ", ".join(self.service.names)
         self._says(f"{names} is ready after {seconds:.1f} s")

@@ -71,9 +71,15 @@ class Service:
         self._texts = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="rooflax-text")
 
     def is_loaded(self, engine: AsyncLLM) -> None:
-        """The model is there."""
-        self.engine, self._state = engine, "ready"
+        """The model is there.
+
+        Raises:
+            RequestError: an adapter has the model's name.
+        """
         self._name = public_name(engine.llm.info.name)
+        if taken := set(self.names) & engine.loras.keys():
+            raise RequestError(f"--lora {min(taken)} has the name of the model; give another.")
+        self.engine, self._state = engine, "ready"
 
     def fails(self, reason: str) -> None:
         """There will be no answers any more."""

@@ -165,7 +165,7 @@ def test_an_index_outside_its_array_is_an_error_of_the_kernel(server, alone, mon
         for sequence, row in zip(call.sequences, numbers, strict=True):
             if sequence.prompt_tokens == BAD:
                 columns = step.layout.split(step.packed)[1]
-                columns[row, -1] = columns[row, 8] = 10**6
+                columns[row, -1] = columns[row, packing.FIRST] = 10**6
         return step, rows
 
     monkeypatch.setattr(runner, "_inputs", broken)

@@ -13,14 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from rooflax.errors import CheckpointError, UnsupportedModelError
-from rooflax.models.gguf import Header
+
+if TYPE_CHECKING:  # the families import jax, which a template's process must not
+    from rooflax.models.gguf import Header
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 MAX_PIECE = 1000

@@ -65,6 +65,7 @@ EXECUTION = {**LAYERS, "--no-cache": [], "--no-jit": [], "--decode-steps": ["2"]
 PRECISION = {"--dtype": ["bfloat16"], "--kv-dtype": ["bfloat16"]}
 DRAFTS = {"--speculate": ["ngram"], "--num-draft-tokens": (["3"], "without --speculate")}
 QUANTIZE = {"--quantize": ["int8"]}
+LORA = {"--lora": (["nowhere"], "nowhere is no folder; an adapter is one with")}
 DEVICE = {"--platform": (["gpu"], "the platform 'gpu' is not here"), "--threads": ["1"]}
 OUTPUT = {"--json": [], "--quiet": [], "--verbose": [], "--help": []}
 CHECK = {"--check": []}
@@ -88,7 +89,7 @@ COMMANDS = {
            "--early-stopping": (["never"], "is for beams"),
            "--json-schema": ['{"type": "boolean"}'], "--regex": ["[ab]+"],
            "--grammar": ['start: "ab"'],
-           "--mesh": ["tensor=2"]} | DRAFTS | BUDGET | PROCESSES,
+           "--mesh": ["tensor=2"]} | DRAFTS | BUDGET | PROCESSES | LORA,
     ),
     "chat": (
         [TINY, "-n", "3"],
@@ -96,7 +97,7 @@ COMMANDS = {
         | {"--system": (["be brief"], "needs a chat template"), "--mesh": ["tensor=2"],
            "--prompt": ["for x in"], "--show-thinking": ([], "is for GPT-OSS's channels"),
            "--url": (["nowhere"], "it must be like http"), "--api-key": (["k"], "is for --url"),
-           "--json": None} | DRAFTS | BUDGET,
+           "--json": None} | DRAFTS | BUDGET | LORA,
     ),
     "train": (
         [TINY, "--steps", "1", "--batch", "2", "--seq-len", "16", "--out", "RUN",
@@ -139,12 +140,20 @@ COMMANDS = {
             "--eval-batches": ["2"],
             "--checkpoint-every": ["5"],
             "--keep": ["5"],
+            "--fine-tune-type": ["lora"],
+        } | {
+            flag: (value, "is of an adapter")
+            for flag, value in {
+                "--lora-rank": ["4"], "--lora-alpha": ["4"], "--lora-dropout": ["0.5"],
+                "--use-rslora": [], "--target-modules": ["q_proj"], "--num-layers": ["1"],
+            }.items()
         },
     ),
     "bench": (
         [TINY],
         FINDING | EXECUTION | PRECISION | QUANTIZE | DEVICE | OUTPUT
         | {
+            "--lora": ["nowhere"],  # opened in the row's own process
             "--platform": ["gpu"],  # rejected in the row's own process
             "--batch": ["2,3"],
             "--mesh": ["data=2"],
@@ -219,7 +228,7 @@ SERVED |= {
 }
 
 
-RUN = ("quantize", "max_model_len", "weights_budget")
+RUN = ("quantize", "max_model_len", "weights_budget", "lora")
 FIND = ("revision", "offline", "ignore_config_keys")
 
 
@@ -230,8 +239,10 @@ def flags_of(verb):
 
 
 def test_the_tables_name_every_flag_of_every_verb():
-    # tests/unit/server/test_flags.py and test_cli_embed.py hold those to the same.
-    assert set(COMMANDS) == set(VERBS) - {"serve", "bench serve", "batch", "embed", "rerank"}
+    # tests/unit/server/test_flags.py and test_cli_embed.py hold those to the same; fuse's are tried
+    # in test_adapters.py
+    others = {"serve", "bench serve", "batch", "embed", "rerank", "fuse"}
+    assert set(COMMANDS) == set(VERBS) - others
     for verb in COMMANDS:
         assert set(flags_of(verb)) == set(COMMANDS[verb][1]), verb
 

@@ -15,6 +15,7 @@ from rooflax.engine.features.speculation import Drafter, Speculation
 from rooflax.engine.sequence import Sequence
 from rooflax.nn.engine_config import EngineConfig
 from rooflax.nn.layout import STATE, STATE_GRID, num_snapshots
+from rooflax.train.config import TrainConfig
 from rooflax.train.loop import check_trainable
 from tests import goldens
 from tests.marks import cases
@@ -276,7 +277,7 @@ def test_scores_are_those_of_the_whole(checkpoint, variant):
 @pytest.mark.parametrize("variant", STATEFUL)
 def test_training_is_rejected_by_name(checkpoint, variant):
     with pytest.raises(RequestError, match=f"{variant}, whose layers with state"):
-        check_trainable(load(checkpoint(variant)))
+        check_trainable(load(checkpoint(variant)), TrainConfig(steps=1))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ import pytest
 
 from rooflax import processes
 from rooflax.cli.main import VERBS
-from rooflax.loading.model_info import embedded_folder
+from rooflax.loading.model_info import embedded_folder, model_info
 from rooflax.loading.save import save_model
 from rooflax.models.initialize import random_weights
 from rooflax.models.presets import PRESETS
@@ -31,6 +31,7 @@ from rooflax.models.registry import read_config
 from tests import encoder_cases, goldens
 from tests.engine.test_embedding import add_modules
 from tests.pooling_cases import NORMALIZE, pooling
+from tests.support.loading.adapters import write_adapter
 from tests.support.product.snippets import ROOT
 
 pytestmark = pytest.mark.oldest_jax
@@ -77,6 +78,7 @@ def places(tmp_path_factory):
     found = SimpleNamespace(
         sprung=root / "sprung", here=root / "here", out=root / "out",
         model=root / "model", embedding=root / "embedding", reranker=root / "reranker",
+        adapter=root / "adapter",
         number=itertools.count(),
     )  # fmt: skip
     name, config = read_config(PRESETS["qwen2.5-tiny"])
@@ -87,7 +89,15 @@ def places(tmp_path_factory):
     goldens.write_checkpoint(found.embedding, "qwen3", goldens.committed("qwen3"))
     add_modules(found.embedding, pooling("lasttoken"), NORMALIZE)
     encoder_cases.write(found.reranker, "bert", scores=True)
-    for folder in (found.here, found.model, found.embedding, found.reranker, found.out):
+    write_adapter(found.adapter, model_info(str(found.model)), ["model.layers.0.self_attn.q_proj"])
+    for folder in (
+        found.here,
+        found.model,
+        found.embedding,
+        found.reranker,
+        found.adapter,
+        found.out,
+    ):
         set_traps(folder, found.sprung)
     (found.here / "config.json").write_text(json.dumps(CONFIG))
     texts = "".join(json.dumps({"text": f"line {i} of this text " * 5}) + "\n" for i in range(20))
@@ -117,6 +127,7 @@ COMMANDS = {
     "embed": ["EMBEDDING", "-p", "x", "--output", "OUT"],
     "rerank": ["RERANKER", "--query", "x", "-d", "y"],
     "quantize": ["MODEL", "-q", "int8", "-o", "OUT"],
+    "fuse": ["MODEL", "--lora", "ADAPTER", "-o", "OUT"],
     "models": [],
     "doctor": [],
     "tokenize": ["MODEL", "-p", "x"],
@@ -128,7 +139,7 @@ COMMANDS = {
 def words(places, verb):
     out = str(places.out / f"{next(places.number)}")
     named = {"MODEL": str(places.model), "EMBEDDING": str(places.embedding), "OUT": out}
-    named["RERANKER"] = str(places.reranker)
+    named |= {"RERANKER": str(places.reranker), "ADAPTER": str(places.adapter)}
     named["OUT.html"] = f"{out}.html"
     return [*verb.split(), *(named.get(word, word) for word in COMMANDS[verb])]
 

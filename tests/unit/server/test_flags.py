@@ -34,6 +34,7 @@ FLAGS = FINDING | CHECK | LENGTH | PRECISION | QUANTIZE | BUDGET | LAYERS | DRAF
     "--max-num-batched-tokens": ["64"], "--request-timeout": ["5"], "--drain-timeout": ["5"],
     "--watchdog": ["5"], "--stay": [], "--tokenizer-info": [],
     "--max-inflight-per-key": ["3"], "--max-body-bytes": ["1000"],
+    "--lora": ["x=DIR"], "--max-loras": ["2"], "--max-lora-rank": ["4"],
 }  # fmt: skip
 
 

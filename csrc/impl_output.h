@@ -74,7 +74,7 @@ inline void Finish(const Output& out, int64_t row, int64_t n, int64_t count, con
 }
 
 // A function of its own, so that sums of whole panels stay in registers.
-[[gnu::noinline]] void FinishPartOfPanel(const Output& out, int64_t row, int64_t n, const F16& sums) {
+[[gnu::noinline, gnu::cold]] void FinishPartOfPanel(const Output& out, int64_t row, int64_t n, const F16& sums) {
   float lane[kPanel];
   Store(lane, sums);
   Finish(out, row, n, out.outer - n, lane);

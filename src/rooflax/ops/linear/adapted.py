@@ -7,12 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops.linear.api import matmul, take
 from rooflax.ops.linear.prologue import applied
-from rooflax.ops.weights import Composite, Operand, StackMember, as_operand, as_table, at, taken
+from rooflax.ops.weights import StackMember, Wrapper, as_operand, at, taken
 
 STATIC = {"static": True}
 
@@ -42,7 +41,7 @@ class Dropout:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Adapted(Composite):
+class Adapted(Wrapper):
     """y = x W + (x A) B, x being what the prologue makes of the rows.
 
     x A and its product with B are float32 whatever W's format is; the sum has the dtype of y.
@@ -72,16 +71,6 @@ class Adapted(Composite):
     dropout: Dropout | None = None
     slots: int = field(default=0, metadata=STATIC)
     rows: Int[Array, " rows"] | None = None
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.base.dtype
-
-    @property
-    def _operand(self) -> Operand:
-        if self.is_table:
-            return as_table(self.base)
-        return as_operand(self.base, contract=len(self.in_shape))
 
     def at(self, index: Any) -> Adapted:
         """One of stacked layers, left where it lies."""
@@ -115,9 +104,9 @@ class Adapted(Composite):
             few = matmul(as_operand(self.a), rows, dtype=jnp.float32, **how)
         plain: dict[str, Any] = {"prologue": prologue, "dtype": dtype} | how
         if self.columns is None:
-            y = matmul(self._operand, x, bias, residual=residual, **plain)
+            y = matmul(self.operand, x, bias, residual=residual, **plain)
             return matmul(as_operand(self.b), few, residual=y, dtype=y.dtype, **how)
-        y = matmul(self._operand, x, **plain)
+        y = matmul(self.operand, x, **plain)
         y = matmul(as_operand(self.b), few, residual=y, dtype=y.dtype, **how)
         y = y.astype(jnp.float32) * taken(self.columns)[None, :]
         y = y if bias is None else y + taken(bias).astype(jnp.float32)[None, :]
@@ -128,7 +117,7 @@ class Adapted(Composite):
         self, x: Array, bias: Any, prologue: Any, residual: Any, dtype: Any, how: dict[str, Any]
     ) -> Float[Array, "rows out"]:
         """All adapters' x A, of which each row keeps its own; zeros add nothing behind B."""
-        y = matmul(self._operand, x, bias, prologue=prologue, residual=residual, dtype=dtype, **how)
+        y = matmul(self.operand, x, bias, prologue=prologue, residual=residual, dtype=dtype, **how)
         if self.rows is None:
             return y
         few = matmul(as_operand(self.a), x, prologue=prologue, dtype=jnp.float32, **how)
@@ -140,7 +129,7 @@ class Adapted(Composite):
     def take(self, ids: Int[Array, " n"], **how: Any) -> Float[Array, "n in"]:
         """Rows of the table, which the adapter leaves alone."""
         assert self.is_table, "an adapter of an embedding is not read"
-        return take(self._operand, ids, **how)
+        return take(self.operand, ids, **how)
 
 
 def with_rows(weights: Any, rows: Int[Array, " rows"]) -> Any:

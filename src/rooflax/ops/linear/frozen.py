@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops.dot import dot_general
@@ -19,14 +18,12 @@ from rooflax.ops.linear.api import take
 from rooflax.ops.linear.prologue import applied
 from rooflax.ops.weights import (
     Branch,
-    Composite,
     Dense,
     Fused,
     Operand,
     StackMember,
     StoredOperand,
-    as_operand,
-    as_table,
+    Wrapper,
     at,
     taken,
 )
@@ -71,7 +68,7 @@ product.defvjp(_forward, _backward)
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Frozen(Composite):
+class Frozen(Wrapper):
     """A weight that training leaves as it is.
 
     Attributes:
@@ -83,16 +80,6 @@ class Frozen(Composite):
     in_shape: tuple[int, ...] = field(metadata=STATIC)  # type: ignore[assignment]
     out_shape: tuple[int, ...] = field(metadata=STATIC)  # type: ignore[assignment]
     is_table: bool = field(default=False, metadata=STATIC)
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.base.dtype
-
-    @property
-    def _operand(self) -> Operand:
-        if self.is_table:
-            return as_table(self.base)
-        return as_operand(self.base, contract=len(self.in_shape))
 
     def at(self, index: Any) -> Frozen:
         return replace(self, base=at(self.base, index))
@@ -110,13 +97,13 @@ class Frozen(Composite):
     ) -> Float[Array, "rows out"]:
         """`linear.api.matmul` by XLA."""
         del num_rows, implementation  # padding is computed like the rest
-        y = _product(applied(prologue, x), self._operand)
+        y = _product(applied(prologue, x), self.operand)
         y = y if bias is None else y + taken(bias).astype(jnp.float32)[None, :]
         y = y.astype(dtype)
         return y if residual is None else y + residual
 
     def take(self, ids: Int[Array, " n"], **how: Any) -> Float[Array, "n in"]:
-        return take(self._operand, ids, **how)
+        return take(self.operand, ids, **how)
 
 
 def _product(x: Float[Array, "rows in"], w: Operand) -> Float[Array, "rows out"]:

@@ -88,6 +88,29 @@ class Composite(Operand):
     take: Callable[..., Array]
 
 
+class Wrapper(Composite):
+    """A composite around one weight.
+
+    Attributes:
+        base: an array [*in, *out] or an operand; a table is [vocab, hidden].
+        is_table: the base makes logits, and gives rows where `take` is called.
+    """
+
+    base: Any
+    is_table: bool
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.base.dtype
+
+    @property
+    def operand(self) -> Operand:
+        """The base, as a matmul takes it."""
+        if self.is_table:
+            return as_table(self.base)
+        return as_operand(self.base, contract=len(self.in_shape))
+
+
 class Branch(Operand):
     """An operand that is one of several, which the program chooses when it runs.
 

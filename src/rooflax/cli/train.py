@@ -117,7 +117,7 @@ def _train(args: argparse.Namespace, config: TrainConfig, data: DataConfig, out:
     if not args.quiet:
         terminal.say(f"curves: {', '.join(map(str, curves))}")
     if result.interrupted:
-        terminal.say(f"interrupted after step {result.step}; the same command goes on from there.")
+        terminal.say(f"interrupted after step {result.step}; the same command resumes it.")
         return 130
     if result.stopped_early and not args.quiet:
         terminal.say(

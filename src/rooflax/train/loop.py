@@ -271,7 +271,7 @@ class _Run:
     def say_resumed(self, info: dict[str, Any]) -> None:
         step, steps, before = info["step"], self.config.num_steps, info["config"]["steps"]
         if step < steps:
-            self.say(f"goes on from step {step:,} of {steps:,}")
+            self.say(f"resumes from step {step:,} of {steps:,}")
         if steps != before:
             saved = {name: info["config"][name] for name in ("steps", "warmup_steps")}
             old = learning_rate(replace(self.config, **saved))

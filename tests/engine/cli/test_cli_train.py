@@ -81,7 +81,7 @@ def test_from_scratch_interrupted_resumed_and_continued(rooflax, data, monkeypat
     assert shorter.code == 2 and "a run can be made longer, not shorter" in shorter.err
     longer = train(rooflax, *NEW, "--steps", 6)
     assert longer.code == 0, longer.err
-    assert "goes on from step 4 of 6" in longer.err
+    assert "resumes from step 4 of 6" in longer.err
     assert "by the schedule of 6 steps" in longer.err
     ran = train(rooflax, "run/model", "--lr", "1e-4", out="tuned")
     assert ran.code == 0, ran.err

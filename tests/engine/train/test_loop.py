@@ -200,7 +200,7 @@ def test_a_run_goes_on_and_is_made_longer(corpora, tmp_path):
     assert rates == [float(learning_rate(WATCHED)(step)) for step in range(12)] + [
         float(learning_rate(longer)(step)) for step in range(12, 20)
     ]
-    assert said[0] == "goes on from step 12 of 20"
+    assert said[0] == "resumes from step 12 of 20"
     assert said[1] == (
         f"the run was for 12 steps: the learning rate, {rates[11]:.3g} in the last step, goes on "
         f"at {rates[12]:.3g} by the schedule of 20 steps"

@@ -63,7 +63,7 @@ def test_from_scratch_interrupted_resumed_and_continued(rooflax, data, monkeypat
     assert (ran.code, ran.out) == (130, "")
     assert "curves: run/report.html" in ran.err
     assert "step 0: held-out loss " in ran.err
-    assert "interrupted after step 2; the same command goes on" in ran.err
+    assert "interrupted after step 2; the same command resumes it" in ran.err
     resumed = json.loads(train(rooflax, *NEW, "--json").out)
     assert {**resumed, "model": 0} == {**wanted, "model": 0}
 

@@ -15,7 +15,7 @@ using S32 = ffi::Buffer<ffi::S32>;
 // A list of tokens: sequence r's queries are `query_lens[r]` of them from `query_starts[r]` on, the first
 // at position `positions[r]`. A query sees `ahead` tokens behind itself; 0 is causal.
 struct Inputs {
-  F32 q;  // [T, N, H]
+  ffi::AnyBuffer q;  // [T, N, H], float32 or bfloat16, as is what comes out
   ffi::AnyBuffer k, v;  // pools [blocks, K, block_size, H]
   F32 k_scale, v_scale;  // of pools of bytes, [blocks, K, block_size]; else empty
   S32 tables;  // [R, nb]
@@ -28,6 +28,7 @@ struct Sizes {
   int64_t tokens, heads, head_dim, rows, kv_heads, block_size, blocks_per_row, num_blocks, group,
       window, ahead;
   Width width;
+  bool halves;  // whether queries are bfloat16
 
   int64_t slots() const { return blocks_per_row * block_size; }
   int64_t item() const { return width == Width::kFloat32 ? 4 : IsBytes(width) ? 1 : 2; }
@@ -41,15 +42,17 @@ bool ScalesFit(const F32& scale, const ffi::AnyBuffer& pool, Width width) {
 
 constexpr int64_t kFarthest = int64_t{1} << 31;
 
-bool Fits(const Inputs& in, const F32& out, int64_t window, int64_t ahead, Sizes& s) {
+bool Fits(const Inputs& in, const ffi::AnyBuffer& out, int64_t window, int64_t ahead, Sizes& s) {
   if (Rank(in.q) != 3 || Rank(in.k) != 4 || Rank(in.tables) != 2 || Rank(in.sinks) != 1 ||
       Rank(in.bias) != 2 ||
       !SameShape(in.k, in.v) || !SameShape(in.q, out)) {
     return false;
   }
   s = {Dim(in.q, 0), Dim(in.q, 1), Dim(in.q, 2), Dim(in.tables, 0), Dim(in.k, 1), Dim(in.k, 2),
-       Dim(in.tables, 1), Dim(in.k, 0), 0, window, ahead, Width::kFloat32};
-  if (Dim(in.k, 3) != s.head_dim || s.head_dim < 1 || s.kv_heads < 1 || s.block_size < 1 ||
+       Dim(in.tables, 1), Dim(in.k, 0), 0, window, ahead, Width::kFloat32,
+       in.q.element_type() == ffi::DataType::BF16};
+  if ((!s.halves && in.q.element_type() != ffi::DataType::F32) ||
+      out.element_type() != in.q.element_type() || Dim(in.k, 3) != s.head_dim || s.head_dim < 1 || s.kv_heads < 1 || s.block_size < 1 ||
       s.heads % s.kv_heads != 0 || !WidthOf(in.k.element_type(), s.width) ||
       in.v.element_type() != in.k.element_type() || window < 0 || ahead < 0 || ahead > kFarthest) {
     return false;
@@ -108,37 +111,73 @@ const char* Check(const Inputs& in, const Sizes& s, int64_t r) {
   return nullptr;
 }
 
+// Whether queries meet their keys by a kernel that takes bfloat16, whatever their number.
+bool ByHalves(const Sizes& s) {
+  return ChosenKernels().attend_halves != nullptr && s.halves && s.width == Width::kBfloat16 &&
+         s.head_dim % kTermBlock == 0;
+}
+
+// Memory of one thread.
+struct Scratch {
+  std::vector<float> scores, q, out;
+  std::vector<uint16_t> halves;
+};
+
 // Queries [begin, end) of one row and K/V head; number i is token i / group, head i % group of it.
-void AttendTile(const Inputs& in, const Sizes& s, float scale, float* out, int64_t r, int64_t kv_head,
-                int64_t begin, int64_t end) {
-  static thread_local std::vector<float> scores;
+void AttendTile(const Inputs& in, const Sizes& s, float scale, void* out, int64_t r, int64_t kv_head, int64_t begin,
+                int64_t end) {
+  static thread_local Scratch scratch;
+  const Kernels& kernels = ChosenKernels();
+  const bool by_halves = ByHalves(s);
   const Row row = RowOf(in, s, r);
   const float *sinks = OrNull(in.sinks), *bias = OrNull(in.bias);
-  const int64_t reach = Dim(in.bias, 1) / 2;
-  Query queries[kQueries];
+  const int64_t reach = Dim(in.bias, 1) / 2, count = end - begin;
+  const auto place = [&](int64_t i) {
+    return ((row.start + i / s.group) * s.heads + kv_head * s.group + i % s.group) * s.head_dim;
+  };
+  if (s.halves) {  // of bfloat16, a tile's queries and outputs are copies
+    scratch.out.resize(static_cast<size_t>(count * s.head_dim));
+    by_halves ? scratch.halves.resize(scratch.out.size()) : scratch.q.resize(scratch.out.size());
+  }
+  Query queries[kHalfQueries];
   int64_t low = s.slots(), high = 0;
   for (int64_t i = begin; i < end; ++i) {
     const int64_t query = i / s.group, head = kv_head * s.group + i % s.group;
     // A query whose window begins behind the context sees nothing, and so no slot behind it.
     const int64_t last = std::max<int64_t>(0, row.Past(query) - row.first_position);
     const int64_t first = std::min(last, row.Oldest(query, s.window) - row.first_position);
-    const int64_t at = ((row.start + query) * s.heads + head) * s.head_dim;
     const float* own = nullptr;
     if (bias != nullptr && first < last) {
       const int64_t distance = row.first_position + first - (row.position + query);
       own = bias + head * (2 * reach + 1) + reach + distance;
     }
-    queries[i - begin] = {in.q.typed_data() + at, out + at, first, last,
-                          sinks == nullptr ? nullptr : sinks + head, own};
+    Query& made = queries[i - begin];
+    made = {nullptr, nullptr, first, last, sinks == nullptr ? nullptr : sinks + head, own};
+    if (s.halves) {
+      const int64_t at = (i - begin) * s.head_dim;
+      const auto* q = static_cast<const uint16_t*>(in.q.untyped_data()) + place(i);
+      made.out = scratch.out.data() + at;
+      if (by_halves) {
+        std::copy(q, q + s.head_dim, scratch.halves.data() + at);
+      } else {
+        made.q = scratch.q.data() + at;
+        kernels.widen(q, scratch.q.data() + at, s.head_dim);
+      }
+    } else {
+      made.q = static_cast<const float*>(in.q.untyped_data()) + place(i);
+      made.out = static_cast<float*>(out) + place(i);
+    }
     low = std::min(low, first);
     high = std::max(high, last);
   }
-  const int64_t span = std::max<int64_t>(0, high - low);
-  scores.resize(static_cast<size_t>(kQueries * span));
+  int64_t span = std::max<int64_t>(0, high - low);
+  if (by_halves && span > 0) span = (high + kSlotBlock - 1) / kSlotBlock * kSlotBlock - low / kSlotBlock * kSlotBlock;
+  scratch.scores.resize(static_cast<size_t>((by_halves ? kHalfQueries : kQueries) * span));
   const int64_t at = kv_head * s.block_size;
   AttendArgs args{};
   args.queries = queries;
-  args.count = end - begin;
+  args.count = count;
+  args.halves = scratch.halves.data();
   args.k = static_cast<const char*>(in.k.untyped_data()) + at * s.head_dim * s.item();
   args.v = static_cast<const char*>(in.v.untyped_data()) + at * s.head_dim * s.item();
   if (IsBytes(s.width)) {
@@ -146,19 +185,22 @@ void AttendTile(const Inputs& in, const Sizes& s, float scale, float* out, int64
     args.v_scale = in.v_scale.typed_data() + at;
   }
   args.table = in.tables.typed_data() + r * s.blocks_per_row;
-  args.scores = scores.data();
+  args.scores = scratch.scores.data();
   args.span = span;
   args.block_stride = s.kv_heads * s.block_size * s.head_dim;
   args.block_size = s.block_size;
   args.head_dim = s.head_dim;
   args.scale = scale;
   args.width = s.width;
-  ChosenKernels().attend(args);
+  (by_halves ? kernels.attend_halves : kernels.attend)(args);
+  for (int64_t i = 0; s.halves && i < count; ++i) {
+    kernels.narrow(queries[i].out, static_cast<uint16_t*>(out) + place(begin + i), s.head_dim, Width::kBfloat16);
+  }
 }
 
-ffi::Error Attention(ffi::ThreadPool pool, F32 q, ffi::AnyBuffer k, ffi::AnyBuffer v, F32 k_scale,
+ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, F32 k_scale,
                      F32 v_scale, S32 tables, S32 first_positions, S32 query_starts, S32 query_lens,
-                     S32 positions, S32 context_lens, F32 sinks, F32 bias, ffi::Result<F32> out,
+                     S32 positions, S32 context_lens, F32 sinks, F32 bias, ffi::Result<ffi::AnyBuffer> out,
                      float scale, int64_t window, int64_t ahead) {
   const Inputs in{q, k, v, k_scale, v_scale, tables, first_positions, query_starts, query_lens,
                   positions, context_lens, sinks, bias};
@@ -166,13 +208,14 @@ ffi::Error Attention(ffi::ThreadPool pool, F32 q, ffi::AnyBuffer k, ffi::AnyBuff
   if (!Fits(in, *out, window, ahead, s)) return Reject("attention: shapes or types");
   static thread_local std::vector<int64_t> first_tile;  // of each row
   first_tile.assign(1, 0);
+  const int64_t most = ByHalves(s) ? kHalfQueries : kQueries;
   int64_t work = 0, queries = 0;
   for (int64_t r = 0; r < s.rows; ++r) {
     if (const char* why = Check(in, s, r)) {
       return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string("rooflax attention: ") + why);
     }
     const Row row = RowOf(in, s, r);
-    first_tile.push_back(first_tile.back() + (row.count * s.group + kQueries - 1) / kQueries);
+    first_tile.push_back(first_tile.back() + (row.count * s.group + most - 1) / most);
     if (row.count > 0) {
       work += row.count * std::max<int64_t>(0, row.Past(row.count - 1) - row.first_position);
     }
@@ -192,8 +235,8 @@ ffi::Error Attention(ffi::ThreadPool pool, F32 q, ffi::AnyBuffer k, ffi::AnyBuff
           const int64_t r = above - tiles.begin() - 1, count = tiles[r + 1] - tiles[r];
           const int64_t own = i - tiles[r] * s.kv_heads, tile = own % count;
           const int64_t all = in.query_lens.typed_data()[r] * s.group;
-          AttendTile(in, s, scale, out->typed_data(), r, own / count, tile * kQueries,
-                     std::min(all, (tile + 1) * kQueries));
+          AttendTile(in, s, scale, out->untyped_data(), r, own / count, tile * most,
+                     std::min(all, (tile + 1) * most));
         }
       });
   return ffi::Error::Success();
@@ -202,14 +245,14 @@ ffi::Error Attention(ffi::ThreadPool pool, F32 q, ffi::AnyBuffer k, ffi::AnyBuff
 }  // namespace
 
 ROOFLAX_HANDLER(rooflax_attention, Attention,
-                ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<F32>().Arg<ffi::AnyBuffer>()
+                ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>()
                     .Arg<ffi::AnyBuffer>().Arg<F32>().Arg<F32>().Arg<S32>().Arg<S32>().Arg<S32>()
-                    .Arg<S32>().Arg<S32>().Arg<S32>().Arg<F32>().Arg<F32>().Ret<F32>()
-                    .Attr<float>("scale").Attr<int64_t>("window")
+                    .Arg<S32>().Arg<S32>().Arg<S32>().Arg<F32>().Arg<F32>()
+                    .Ret<ffi::AnyBuffer>().Attr<float>("scale").Attr<int64_t>("window")
                     .Attr<int64_t>("ahead"));
 
 // Counts changes of what arguments mean; ops/native.py says the one it speaks.
-extern "C" __attribute__((visibility("default"))) int rooflax_kernels_version() { return 16; }
+extern "C" __attribute__((visibility("default"))) int rooflax_kernels_version() { return 17; }
 
 Computed& TheComputed() {
   static Computed computed;

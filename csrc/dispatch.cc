@@ -65,6 +65,7 @@ const Kernels& WithTiles() {
     made.pairs = amx::kTiles.pairs;
     made.unembed = amx::kTiles.unembed;
     made.bytes = amx::kTiles.bytes;
+    made.attend_halves = amx::kTiles.attend_halves;
     return made;
   }();
   return kernels;

@@ -91,33 +91,6 @@ void Scores(const AttendArgs& a, int64_t begin, int64_t end) {
   flush();
 }
 
-// Scores of one query to shares that add up to 1 with the sink's; NaN stays NaN.
-inline void Softmax(float* scores, int64_t count, const float* sink) {
-  F16 highest = Broadcast(sink ? *sink : -3.0e38f);
-  EachVector(count, [&](int64_t i, int64_t n) {
-    const F16 values = n == kLanes ? Load<F16>(scores + i) : LoadPadded(scores + i, n, -3.0e38f);
-    highest = Select(values > highest, values, highest);
-  });
-  const float most = Largest(highest);
-  F16 totals = F16{};
-  EachVector(count, [&](int64_t i, int64_t n) {
-    const F16 values = n == kLanes ? Load<F16>(scores + i) : LoadPadded(scores + i, n, -INFINITY);
-    const F16 shares = Select(values == values, Exp(values - most), values);
-    totals += shares;
-    StoreSome(scores + i, shares, n);
-  });
-  float total = Sum(totals);
-  if (sink) {
-    float lane[kLanes];
-    Store(lane, Exp(Broadcast(*sink - most)));
-    total += lane[0];
-  }
-  const float inverse = total > 0.0f ? 1.0f / total : total != total ? total : 0.0f;
-  EachVector(count, [&](int64_t i, int64_t n) {
-    StoreSome(scores + i, LoadSome(scores + i, n) * inverse, n);
-  });
-}
-
 // Outputs of N queries, sixteen lanes times kHeld at once, as registers have room.
 template <int64_t N, typename W>
 void Outputs(const AttendArgs& a, const Query* queries, const float* shares, int64_t begin,

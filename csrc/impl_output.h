@@ -1,4 +1,4 @@
-// Rows in vectors, where the sums of a matmul go, and memory for them. Part of kernels_impl.h.
+// Rows in vectors and their softmax, where the sums of a matmul go, and memory for them. Part of kernels_impl.h.
 
 // Runs each(i, lanes, count) over a row: whole vectors, then what is left with count < 16.
 template <typename Each>
@@ -34,6 +34,33 @@ ROOFLAX_INLINE void StoreSome(float* to, F16 values, int64_t count) {
   float lane[kLanes];
   Store(lane, values);
   for (int64_t i = 0; i < count; ++i) to[i] = lane[i];
+}
+
+// Scores of one query to shares that add up to 1 with the sink's; NaN stays NaN.
+inline void Softmax(float* scores, int64_t count, const float* sink) {
+  F16 highest = Broadcast(sink ? *sink : -3.0e38f);
+  EachVector(count, [&](int64_t i, int64_t n) {
+    const F16 values = n == kLanes ? Load<F16>(scores + i) : LoadPadded(scores + i, n, -3.0e38f);
+    highest = Select(values > highest, values, highest);
+  });
+  const float most = Largest(highest);
+  F16 totals = F16{};
+  EachVector(count, [&](int64_t i, int64_t n) {
+    const F16 values = n == kLanes ? Load<F16>(scores + i) : LoadPadded(scores + i, n, -INFINITY);
+    const F16 shares = Select(values == values, Exp(values - most), values);
+    totals += shares;
+    StoreSome(scores + i, shares, n);
+  });
+  float total = Sum(totals);
+  if (sink) {
+    float lane[kLanes];
+    Store(lane, Exp(Broadcast(*sink - most)));
+    total += lane[0];
+  }
+  const float inverse = total > 0.0f ? 1.0f / total : total != total ? total : 0.0f;
+  EachVector(count, [&](int64_t i, int64_t n) {
+    StoreSome(scores + i, LoadSome(scores + i, n) * inverse, n);
+  });
 }
 
 // Memory that begins at a multiple of a cache line, and grows as it has to.

@@ -218,20 +218,23 @@ struct Query {
   const float* bias;  // what the scores of these slots gain; or null
 };
 
-constexpr int64_t kQueries = 8;  // the most that share a pass over their keys
+// The most that share a pass over their keys: of `attend`, and of `attend_halves`, which takes slots in
+// blocks of kSlotBlock.
+constexpr int64_t kQueries = 8, kHalfQueries = 32, kSlotBlock = 32;
 
 // Queries that share a row and a K/V head, over its blocks:
 //   p = softmax over visible s of (scale * q . k[s] + bias, and the sink);  out = sum of p[s] * v[s]
 struct AttendArgs {
   const Query* queries;
-  int64_t count;  // 1 to kQueries
+  int64_t count;  // 1 to kQueries, or to kHalfQueries
+  const uint16_t* halves;  // of `attend_halves`: the queries [count, head_dim] in bfloat16, in place of Query::q
   const void* k;  // pool [blocks, kv_heads, block_size, head_dim], at this K/V head
   const void* v;
   const float* k_scale;  // of bytes: of each token, [blocks, kv_heads, block_size], at this head
   const float* v_scale;
   const int32_t* table;  // block numbers
   float* scores;  // [count, span], scratch
-  int64_t span;  // from the first to the last slot that any query sees
+  int64_t span;  // from the first to the last slot that any query sees; of `attend_halves` in whole blocks
   int64_t block_stride, block_size, head_dim;  // block_stride in elements
   float scale;
   Width width;
@@ -292,6 +295,8 @@ struct Kernels {
   void (*bytes)(const PackedArgs&);  // activations in bytes; not kFp8
   void (*packed)(const PackedArgs&);  // activations in float32
   void (*attend)(const AttendArgs&);
+  // Where it is not null: queries of bfloat16, pools of bfloat16, head_dim a multiple of kTermBlock.
+  void (*attend_halves)(const AttendArgs&);
   // Index of the largest: the first of equals, the first NaN if there is one.
   int64_t (*argmax)(const float* x, int64_t count);
   // Indices from `begin` on of values above `least`, until `room` of them are found: how many, and
@@ -316,6 +321,7 @@ struct TileKernels {
   void (*pairs)(const MatmulArgs&);
   void (*unembed)(const MatmulArgs&);
   void (*bytes)(const PackedArgs&);
+  void (*attend_halves)(const AttendArgs&);
 };
 
 // Rows of a run from which tiles are faster: fewer are read from memory no faster, and where groups have

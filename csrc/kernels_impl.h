@@ -32,6 +32,7 @@ namespace {
 #include "impl_blocks.h"
 #include "impl_tiles.h"
 #include "impl_tiled_matrix.h"
+#include "impl_attention_tiles.h"
 #else
 #include "impl_rows.h"
 #include "impl_many.h"
@@ -48,14 +49,14 @@ namespace {
 }  // namespace
 
 #if defined(ROOFLAX_TILES)
-const TileKernels kTiles = {SplitTerms, PairsByTiles, UnembedByTiles, BytesByTiles};
+const TileKernels kTiles = {SplitTerms, PairsByTiles, UnembedByTiles, BytesByTiles, AttendByTiles};
 #else
 const Kernels kKernels = {ROOFLAX_ISA_NAME, kTileRows,   false,              kRowOffset,
                           kShortRow,        nullptr,     OrderInputs,        Matmul,
                           MatmulPart,       AddParts,    Pairs,              Unembed,
                           RunBefore,        Rotate,      QuantizeRow,        QuantizeGroups,
                           Narrow,           Widen,       Bytes,              Packed,
-                          Attend,
+                          Attend,            nullptr,
                           Argmax,           Above,       ExpTotal,           ExpEach,
                           SumsAbove,        Draw,        kColumnsAtOnce,     Delta};
 #endif

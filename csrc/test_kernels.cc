@@ -444,10 +444,16 @@ void TestBefore(rooflax::Before kind, bool gated, int64_t inner) {
   for (float value : out) Check("before", std::isfinite(value) ? 1.0f : 0.0f, 1.0f, 0.0f);
 }
 
-// Queries one after the other at the end of `count` keys, the first of which a window hides.
-void TestAttend(int64_t head_dim, int64_t count, int64_t queries, rooflax::Width width) {
+// Queries one after the other at the end of `count` keys, the first of which a window hides; in bfloat16, if
+// `halves`, as are their shares.
+void TestAttend(int64_t head_dim, int64_t count, int64_t queries, rooflax::Width width, bool halves = false) {
   constexpr int64_t kBlock = 4, kBlocks = 12;
-  const auto q = Random(head_dim * queries, 1);
+  auto q = Random(head_dim * queries, 1);
+  std::vector<uint16_t> half_queries;
+  for (size_t i = 0; halves && i < q.size(); ++i) {
+    half_queries.push_back(ToBfloat16(q[i]));
+    q[i] = FromBfloat16(half_queries[i]);
+  }
   auto k = Random(kBlocks * kBlock * head_dim, 2), v = Random(kBlocks * kBlock * head_dim, 3);
   auto scales = Random(kBlocks * kBlock, 4);
   for (auto& s : scales) s *= 0.05f;
@@ -479,11 +485,13 @@ void TestAttend(int64_t head_dim, int64_t count, int64_t queries, rooflax::Width
       }
     }
   }
-  const std::vector<int32_t> table = {7, 3, 11, 5, 1, 9};
+  const std::vector<int32_t> table = {7, 3, 11, 5, 1, 9, 0, 2, 4, 6, 8, 10};
   const float sink = 0.5f, scale = 0.3f;
   const auto bias = Random(count + queries, 11);
   const int64_t first = count > 3 ? 2 : 0;
-  std::vector<float> scores(static_cast<size_t>(count * queries));
+  const int64_t blocks = (first + count + rooflax::kSlotBlock - 1) / rooflax::kSlotBlock;
+  const int64_t span = halves ? blocks * rooflax::kSlotBlock : count;
+  std::vector<float> scores(static_cast<size_t>(span * queries));
   std::vector<float> out(static_cast<size_t>(head_dim * queries));
   std::vector<rooflax::Query> all;
   for (int64_t n = 0; n < queries; ++n) {
@@ -501,18 +509,23 @@ void TestAttend(int64_t head_dim, int64_t count, int64_t queries, rooflax::Width
   rooflax::AttendArgs args{};
   args.queries = all.data();
   args.count = queries;
+  args.halves = half_queries.data();
   args.k = pool(k, 0);
   args.v = pool(v, 1);
   args.k_scale = args.v_scale = scales.data();
   args.table = table.data();
   args.scores = scores.data();
-  args.span = count;
+  args.span = span;
   args.block_stride = kBlock * head_dim;
   args.block_size = kBlock;
   args.head_dim = head_dim;
   args.scale = scale;
   args.width = width;
-  rooflax::ChosenKernels().attend(args);
+  const rooflax::Kernels& kernels = rooflax::ChosenKernels();
+  (halves ? kernels.attend_halves : kernels.attend)(args);
+  float largest = 0;
+  for (float value : v) largest = std::max(largest, std::fabs(value));
+  const float tolerance = halves ? 0x1p-9f * largest : 1e-4f;  // of a share, to nearest
   for (const auto& query : all) {
     std::vector<double> wanted(static_cast<size_t>(head_dim), 0.0);
     double total = std::exp(static_cast<double>(sink));
@@ -526,7 +539,7 @@ void TestAttend(int64_t head_dim, int64_t count, int64_t queries, rooflax::Width
       for (int64_t d = 0; d < head_dim; ++d) wanted[d] += share * v[at + d];
     }
     for (int64_t d = 0; d < head_dim; ++d) {
-      Check("attend", query.out[d], static_cast<float>(wanted[d] / total), 1e-4f);
+      Check("attend", query.out[d], static_cast<float>(wanted[d] / total), tolerance);
     }
   }
 }
@@ -790,6 +803,14 @@ int main() {
                              Width::kFp8}) {
             TestAttend(head_dim, count, queries, width);
           }
+        }
+      }
+    }
+    for (int64_t head_dim : {32, 96}) {
+      for (int64_t count : {0, 1, 22, 45}) {
+        for (int64_t queries : {1, 3, 8, 16, 17, 32}) {
+          if (queries > count + 1 || rooflax::ChosenKernels().attend_halves == nullptr) continue;
+          TestAttend(head_dim, count, queries, Width::kBfloat16, true);
         }
       }
     }

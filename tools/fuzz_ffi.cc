@@ -681,9 +681,9 @@ void CheckAttention(const Call& call, const std::vector<Sequence>& rows, int64_t
     for (int64_t i = 0; i < row.count * heads; ++i) {
       const int64_t token = row.start + i / heads, head = i % heads, here = row.position + i / heads;
       if (owners[static_cast<size_t>(token)] > 1) continue;  // of rows that overlap any may be last
-      const float* query = q.As<float>() + (token * heads + head) * dim;
+      const int64_t query = (token * heads + head) * dim;
       std::vector<double> wanted(static_cast<size_t>(dim));
-      double total = sinks.Count() == 0 ? 0 : std::exp(static_cast<double>(sinks.At<float>(head)));
+      double largest = 0, total = sinks.Count() == 0 ? 0 : std::exp(static_cast<double>(sinks.At<float>(head)));
       for (int64_t slot = 0; slot < slots; ++slot) {
         const int64_t position = row.first_position + slot;
         if (position >= row.context || position > here + ahead) continue;
@@ -691,7 +691,7 @@ void CheckAttention(const Call& call, const std::vector<Sequence>& rows, int64_t
         const int64_t block = tables.At<int32_t>(static_cast<int64_t>(r) * tables.dims[1] + slot / size);
         const int64_t at = (block * kv + head / (heads / kv)) * size + slot % size;
         double score = 0;
-        for (int64_t d = 0; d < dim; ++d) score += query[d] * Decode(k, at * dim + d);
+        for (int64_t d = 0; d < dim; ++d) score += static_cast<double>(Decode(q, query + d)) * Decode(k, at * dim + d);
         const bool bytes = call.args[3].Count() > 0;
         score *= scale * (bytes ? call.args[3].At<float>(at) : 1);
         if (bias.Count() > 0) {
@@ -701,13 +701,19 @@ void CheckAttention(const Call& call, const std::vector<Sequence>& rows, int64_t
         const double weight = std::exp(score);
         total += weight;
         for (int64_t d = 0; d < dim; ++d) {
-          wanted[static_cast<size_t>(d)] +=
-              weight * Decode(v, at * dim + d) * (bytes ? call.args[4].At<float>(at) : 1);
+          const double value = Decode(v, at * dim + d) * (bytes ? call.args[4].At<float>(at) : 1);
+          largest = std::max(largest, std::abs(value));
+          wanted[static_cast<size_t>(d)] += weight * value;
         }
       }
       for (int64_t d = 0; d < dim; ++d) {
         const double value = total > 0 ? wanted[static_cast<size_t>(d)] / total : 0;
-        ExpectNear(out.At<float>((token * heads + head) * dim + d), value, "attention");
+        if (q.type == kF32) {
+          ExpectNear(Decode(out, query + d), value, "attention");
+        } else {  // shares and sums of numbers up to `largest` are rounded to bfloat16
+          const bool near = std::abs(Decode(out, query + d) - value) <= 0x1p-7 * (std::abs(value) + largest);
+          Expect(near, "attention of bfloat16");
+        }
       }
     }
   }
@@ -727,7 +733,7 @@ void FuzzAttention() {
   const float scale = 0.25f;
   Call call{rooflax_attention, {}, {}, {Whole("ahead", ahead), Real("scale", scale), Whole("window", window)}};
   const std::vector<int64_t> pool{blocks, kv, size, dim};
-  call.args.emplace_back(kF32, std::vector<int64_t>{tokens, heads, dim});
+  call.args.emplace_back(draw.OneIn(3) ? kBf16 : kF32, std::vector<int64_t>{tokens, heads, dim});
   for (int i = 0; i < 2; ++i) call.args.emplace_back(type, pool);
   for (int i = 0; i < 2; ++i) {
     call.args.emplace_back(kF32, bytes ? std::vector<int64_t>{blocks, kv, size} : std::vector<int64_t>{0});
@@ -738,7 +744,7 @@ void FuzzAttention() {
   const int64_t reach = draw.In(0, 200);
   const bool biased = draw.OneIn(3);
   call.args.emplace_back(kF32, std::vector<int64_t>{biased ? heads : 0, 2 * reach + 1});
-  call.rets.emplace_back(kF32, call.args[0].dims);
+  call.rets.emplace_back(call.args[0].type, call.args[0].dims);
   if (call.Mutate()) return call.RunMutated();
   for (Array& arg : call.args) {
     if (arg.type != kS32) arg.Fill();

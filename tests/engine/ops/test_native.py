@@ -338,6 +338,27 @@ def test_attention_does_not_depend_on_batch_or_chunk(instruction_set, dtype, hea
     np.testing.assert_array_equal(np.asarray(found)[:2, 0], whole[:2, 6])
 
 
+@pytest.mark.parametrize("pool", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("head_dim", [20, 64, 96])
+def test_attention_of_bfloat16_queries(instruction_set, pool, window, head_dim):
+    """Equals the float32 reference of the same values within bfloat16's rounding, alone as beside others."""
+    q, *pools, paging, args = attention_case(
+        seq=13, head_dim=head_dim, window=window, dtype=pool, sinks=True
+    )
+    q = q.astype(jnp.bfloat16)
+    found = np.asarray(attend(q, *pools, paging, args).astype(jnp.float32))
+    exact = q.astype(jnp.float32)
+    wanted = np.asarray(paged_attention(exact, *pools, paging, args, implementation="reference"))
+    largest = np.abs(wanted[:2]).max()
+    np.testing.assert_allclose(found[:2], wanted[:2], rtol=2**-8, atol=2**-8 * largest)
+    for row, begin in [(0, 12), (1, 5)]:
+        of_row = jax.tree.map(lambda a, row=row: a[row : row + 1], paging)
+        later = replace(of_row, positions=of_row.positions[:, begin:])
+        alone = attend(q[row : row + 1, begin:], *pools, later, args).astype(jnp.float32)
+        np.testing.assert_array_equal(np.asarray(alone)[0], found[row, begin:])
+
+
 def test_wrong_shapes_are_rejected_by_the_kernel():
     packed = quantize(np.ones((64, 20), np.float32), "w4a8", (64,), (20,))
     wrong = [

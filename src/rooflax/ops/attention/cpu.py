@@ -43,9 +43,10 @@ def ragged_attention(
     args: AttentionArgs,
 ) -> Float[Array, "T N H"]:
     none = jnp.zeros(0, jnp.float32)
-    call = jax.ffi.ffi_call("rooflax_attention", jax.ShapeDtypeStruct(q.shape, jnp.float32))
+    dtype = jnp.bfloat16 if q.dtype == jnp.bfloat16 else jnp.float32
+    call = jax.ffi.ffi_call("rooflax_attention", jax.ShapeDtypeStruct(q.shape, dtype))
     return call(
-        q.astype(jnp.float32),
+        q.astype(dtype),
         k_pool.values,
         v_pool.values,
         *(none if pool.scales is None else pool.scales for pool in (k_pool, v_pool)),

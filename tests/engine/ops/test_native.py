@@ -342,7 +342,7 @@ def test_attention_does_not_depend_on_batch_or_chunk(instruction_set, dtype, hea
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("head_dim", [20, 64, 96])
 def test_attention_of_bfloat16_queries(instruction_set, pool, window, head_dim):
-    """Equals the float32 reference of the same values within bfloat16's rounding, alone as beside others."""
+    """The reference in float32 within bfloat16's rounding; the same bits alone as beside others."""
     q, *pools, paging, args = attention_case(
         seq=13, head_dim=head_dim, window=window, dtype=pool, sinks=True
     )

@@ -29,6 +29,7 @@ struct Sizes {
       window, ahead;
   Width width;
   bool halves;  // whether queries are bfloat16
+  float scale, cap;  // of scores
 
   int64_t slots() const { return blocks_per_row * block_size; }
   int64_t item() const { return width == Width::kFloat32 ? 4 : IsBytes(width) ? 1 : 2; }
@@ -50,7 +51,7 @@ bool Fits(const Inputs& in, const ffi::AnyBuffer& out, int64_t window, int64_t a
   }
   s = {Dim(in.q, 0), Dim(in.q, 1), Dim(in.q, 2), Dim(in.tables, 0), Dim(in.k, 1), Dim(in.k, 2),
        Dim(in.tables, 1), Dim(in.k, 0), 0, window, ahead, Width::kFloat32,
-       in.q.element_type() == ffi::DataType::BF16};
+       in.q.element_type() == ffi::DataType::BF16, 0, 0};
   if ((!s.halves && in.q.element_type() != ffi::DataType::F32) ||
       out.element_type() != in.q.element_type() || Dim(in.k, 3) != s.head_dim || s.head_dim < 1 || s.kv_heads < 1 || s.block_size < 1 ||
       s.heads % s.kv_heads != 0 || !WidthOf(in.k.element_type(), s.width) ||
@@ -124,8 +125,7 @@ struct Scratch {
 };
 
 // Queries [begin, end) of one row and K/V head; number i is token i / group, head i % group of it.
-void AttendTile(const Inputs& in, const Sizes& s, float scale, void* out, int64_t r, int64_t kv_head, int64_t begin,
-                int64_t end) {
+void AttendTile(const Inputs& in, const Sizes& s, void* out, int64_t r, int64_t kv_head, int64_t begin, int64_t end) {
   static thread_local Scratch scratch;
   const Kernels& kernels = ChosenKernels();
   const bool by_halves = ByHalves(s);
@@ -190,7 +190,8 @@ void AttendTile(const Inputs& in, const Sizes& s, float scale, void* out, int64_
   args.block_stride = s.kv_heads * s.block_size * s.head_dim;
   args.block_size = s.block_size;
   args.head_dim = s.head_dim;
-  args.scale = scale;
+  args.scale = s.scale;
+  args.cap = s.cap;
   args.width = s.width;
   (by_halves ? kernels.attend_halves : kernels.attend)(args);
   for (int64_t i = 0; s.halves && i < count; ++i) {
@@ -201,11 +202,13 @@ void AttendTile(const Inputs& in, const Sizes& s, float scale, void* out, int64_
 ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, F32 k_scale,
                      F32 v_scale, S32 tables, S32 first_positions, S32 query_starts, S32 query_lens,
                      S32 positions, S32 context_lens, F32 sinks, F32 bias, ffi::Result<ffi::AnyBuffer> out,
-                     float scale, int64_t window, int64_t ahead) {
+                     float scale, float cap, int64_t window, int64_t ahead) {
   const Inputs in{q, k, v, k_scale, v_scale, tables, first_positions, query_starts, query_lens,
                   positions, context_lens, sinks, bias};
   Sizes s;
   if (!Fits(in, *out, window, ahead, s)) return Reject("attention: shapes or types");
+  s.scale = scale;
+  s.cap = cap;
   static thread_local std::vector<int64_t> first_tile;  // of each row
   first_tile.assign(1, 0);
   const int64_t most = ByHalves(s) ? kHalfQueries : kQueries;
@@ -235,7 +238,7 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
           const int64_t r = above - tiles.begin() - 1, count = tiles[r + 1] - tiles[r];
           const int64_t own = i - tiles[r] * s.kv_heads, tile = own % count;
           const int64_t all = in.query_lens.typed_data()[r] * s.group;
-          AttendTile(in, s, scale, out->untyped_data(), r, own / count, tile * most,
+          AttendTile(in, s, out->untyped_data(), r, own / count, tile * most,
                      std::min(all, (tile + 1) * most));
         }
       });
@@ -248,7 +251,7 @@ ROOFLAX_HANDLER(rooflax_attention, Attention,
                 ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>()
                     .Arg<ffi::AnyBuffer>().Arg<F32>().Arg<F32>().Arg<S32>().Arg<S32>().Arg<S32>()
                     .Arg<S32>().Arg<S32>().Arg<S32>().Arg<F32>().Arg<F32>()
-                    .Ret<ffi::AnyBuffer>().Attr<float>("scale").Attr<int64_t>("window")
+                    .Ret<ffi::AnyBuffer>().Attr<float>("scale").Attr<float>("cap").Attr<int64_t>("window")
                     .Attr<int64_t>("ahead"));
 
 // Counts changes of what arguments mean; ops/native.py says the one it speaks.

@@ -151,10 +151,10 @@ void AttendWidth(const AttendArgs& a) {
     float* line = a.scores + n * a.span;
     std::fill(line, line + (query.first - begin), 0.0f);  // what others see and this one does not
     std::fill(line + (query.last - begin), line + (end - begin), 0.0f);
-    for (int64_t i = 0; query.bias != nullptr && i < query.last - query.first; ++i) {
-      line[query.first - begin + i] += query.bias[i];
-    }
-    Softmax(line + (query.first - begin), query.last - query.first, query.sink);
+    float* visible = line + (query.first - begin);
+    const int64_t count = query.last - query.first;
+    if (a.cap != 0.0f || query.bias != nullptr) Adjust(visible, count, 1.0f, a.cap, query.bias);
+    Softmax(visible, count, query.sink);
   }
   int64_t n = 0;
   for (; n + 4 <= a.count; n += 4) {

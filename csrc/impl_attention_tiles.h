@@ -111,11 +111,7 @@ struct TiledQueries {
     const Query& query = a.queries[n];
     float *line = a.scores + n * a.span, *visible = line + (query.first - from);
     const int64_t count = query.last - query.first;
-    EachVector(count, [&](int64_t i, int64_t lanes) {
-      F16 score = LoadSome(visible + i, lanes) * a.scale;
-      if (query.bias != nullptr) score += LoadSome(query.bias + i, lanes);
-      StoreSome(visible + i, score, lanes);
-    });
+    Adjust(visible, count, a.scale, a.cap, query.bias);
     Softmax(visible, count, query.sink);
     std::fill(line, visible, 0.0f);
     std::fill(visible + count, line + blocks * kSlotBlock, 0.0f);

@@ -36,6 +36,16 @@ ROOFLAX_INLINE void StoreSome(float* to, F16 values, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = lane[i];
 }
 
+// scale * scores, then cap * tanh(score / cap) unless cap is 0, then what each gains of bias, which may be null.
+inline void Adjust(float* scores, int64_t count, float scale, float cap, const float* bias) {
+  EachVector(count, [&](int64_t i, int64_t n) {
+    F16 score = LoadSome(scores + i, n) * scale;
+    if (cap != 0.0f) score = Tanh(score / cap) * cap;
+    if (bias != nullptr) score += LoadSome(bias + i, n);
+    StoreSome(scores + i, score, n);
+  });
+}
+
 // Scores of one query to shares that add up to 1 with the sink's; NaN stays NaN.
 inline void Softmax(float* scores, int64_t count, const float* sink) {
   F16 highest = Broadcast(sink ? *sink : -3.0e38f);

@@ -39,12 +39,6 @@ ROOFLAX_INLINE F16 Sigmoid(F16 x) {
   return Select(x >= F16{}, one, small) / (one + small);
 }
 
-ROOFLAX_INLINE F16 Tanh(F16 x) {
-  const F16 small = Exp(-2.0f * Abs(x));
-  const F16 size = (1.0f - small) / (1.0f + small);
-  return Select(x >= F16{}, size, -size);
-}
-
 // The error function to 1.5e-7 (Abramowitz and Stegun 7.1.26).
 ROOFLAX_INLINE F16 Erf(F16 x) {
   const F16 size = Abs(x), t = 1.0f / (1.0f + 0.3275911f * size);

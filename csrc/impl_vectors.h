@@ -360,6 +360,12 @@ ROOFLAX_INLINE F16 Exp(F16 x) {
   return As<F16>(As<I16>(p * power) & visible);
 }
 
+ROOFLAX_INLINE F16 Tanh(F16 x) {
+  const F16 small = Exp(-2.0f * Abs(x));
+  const F16 size = (1.0f - small) / (1.0f + small);
+  return Select(x >= F16{}, size, -size);
+}
+
 // The natural logarithm of a positive normal number, to 2 units in the last place.
 ROOFLAX_INLINE F16 Log(F16 x) {
   const I16 bits = As<I16>(x);

@@ -224,6 +224,7 @@ constexpr int64_t kQueries = 8, kHalfQueries = 32, kSlotBlock = 32;
 
 // Queries that share a row and a K/V head, over its blocks:
 //   p = softmax over visible s of (scale * q . k[s] + bias, and the sink);  out = sum of p[s] * v[s]
+// With a cap the scores are cap * tanh(scale * q . k[s] / cap) before their bias.
 struct AttendArgs {
   const Query* queries;
   int64_t count;  // 1 to kQueries, or to kHalfQueries
@@ -236,7 +237,7 @@ struct AttendArgs {
   float* scores;  // [count, span], scratch
   int64_t span;  // from the first to the last slot that any query sees; of `attend_halves` in whole blocks
   int64_t block_stride, block_size, head_dim;  // block_stride in elements
-  float scale;
+  float scale, cap;  // cap: 0 is none
   Width width;
 };
 

@@ -663,7 +663,7 @@ struct Sequence {
 };
 
 void CheckAttention(const Call& call, const std::vector<Sequence>& rows, int64_t window, int64_t ahead,
-                    float scale) {
+                    float scale, float cap) {
   const Array &q = call.args[0], &k = call.args[1], &v = call.args[2], &tables = call.args[5];
   const Array &sinks = call.args[11], &bias = call.args[12], &out = call.rets[0];
   const int64_t tokens = q.dims[0], heads = q.dims[1], dim = q.dims[2], kv = k.dims[1], size = k.dims[2];
@@ -694,6 +694,7 @@ void CheckAttention(const Call& call, const std::vector<Sequence>& rows, int64_t
         for (int64_t d = 0; d < dim; ++d) score += static_cast<double>(Decode(q, query + d)) * Decode(k, at * dim + d);
         const bool bytes = call.args[3].Count() > 0;
         score *= scale * (bytes ? call.args[3].At<float>(at) : 1);
+        if (cap > 0) score = cap * std::tanh(score / cap);
         if (bias.Count() > 0) {
           const int64_t distances = bias.dims[1];
           score += bias.At<float>(head * distances + distances / 2 + position - here);
@@ -731,7 +732,9 @@ void FuzzAttention() {
   const Type type = draw.Of({kF32, kBf16, kF16, kS8, kFp8});
   const bool bytes = type == kS8 || type == kFp8;
   const float scale = 0.25f;
-  Call call{rooflax_attention, {}, {}, {Whole("ahead", ahead), Real("scale", scale), Whole("window", window)}};
+  const float cap = draw.OneIn(3) ? 2.0f : 0.0f;
+  Call call{rooflax_attention, {}, {},
+            {Whole("ahead", ahead), Real("cap", cap), Real("scale", scale), Whole("window", window)}};
   const std::vector<int64_t> pool{blocks, kv, size, dim};
   call.args.emplace_back(draw.OneIn(3) ? kBf16 : kF32, std::vector<int64_t>{tokens, heads, dim});
   for (int i = 0; i < 2; ++i) call.args.emplace_back(type, pool);
@@ -794,7 +797,7 @@ void FuzzAttention() {
       valid &= number >= 0 && number < blocks;
     }
   }
-  if (call.RunExpecting(valid)) CheckAttention(call, rows, window, ahead, scale);
+  if (call.RunExpecting(valid)) CheckAttention(call, rows, window, ahead, scale, cap);
 }
 
 // SamplingRow of any kind: the ids need not be tokens.

@@ -300,6 +300,7 @@ class _Attend:
         causal: bool = True,
         bias: Float[Array, "N distances"] | None = None,
         new: Projected | None = None,
+        cap: float | None = None,
     ) -> Float[Array, "B T N H"]:
         """
         Args:
@@ -309,7 +310,9 @@ class _Attend:
         batch, options = self.shared.batch, self.shared.options
         window, kernels = self.shared.groups.windows[self.group], options.kernels
         repeats = options.gqa == "repeat"
-        args = AttentionArgs(scale, window, taken(sinks), repeats, causal=causal, bias=bias)
+        args = AttentionArgs(
+            scale, window, taken(sinks), repeats, causal=causal, bias=bias, cap=cap
+        )
         if not self.shared.slots:
             k, v = self._dense(k, v)
             keys = mesh.gather_tokens(batch.positions, batch, (mesh.SEQUENCE,))

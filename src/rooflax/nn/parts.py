@@ -61,6 +61,7 @@ class Attention:
         qk_norm: epsilon of an RMSNorm of every query and key head before RoPE; None is none.
         flat_norm: `qk_norm` is of all query heads together, and of all key heads.
         scale: of the scores; None is head_dim^-1/2.
+        score_cap: scores are cap * tanh(score / cap); None is no cap.
         norm_after_rope: `qk_norm` is after it.
         interleaved: checkpoints pair a head's dimensions (2i, 2i + 1) for RoPE.
         causal: queries see no token behind their own; otherwise a window reaches both ways.
@@ -94,6 +95,7 @@ class Attention:
     v_norm: bool = False
     values_are_keys: bool = False
     reuses_kv: bool = False
+    score_cap: float | None = None
 
     @property
     def projected(self) -> str:
@@ -190,7 +192,15 @@ class Attention:
             k, v = k[:, :, :, 0], v[:, :, :, 0]
         scale, sinks = self.scale or self.head_dim**-0.5, w.get(f"{key}.sinks")
         h = attend(
-            q, k, v, scale=scale, sinks=sinks, causal=self.causal, bias=context.bias, new=new
+            q,
+            k,
+            v,
+            scale=scale,
+            sinks=sinks,
+            causal=self.causal,
+            bias=context.bias,
+            new=new,
+            cap=self.score_cap,
         )
         if gate is not None:
             h = h * jax.nn.sigmoid(gate.astype(jnp.float32)).reshape(h.shape).astype(h.dtype)
@@ -514,7 +524,7 @@ class Layer:
 
     Attributes:
         attention: or what stands in its place; see nn.recurrent.
-        parallel: the network reads what attention reads, by attention's norm.
+        parallel: the network reads what attention reads, by a norm of its own or by attention's.
         per_layer: adds what an embedding for each layer says of a token.
         scaled: the result is multiplied by a number.
     """

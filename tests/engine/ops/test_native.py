@@ -269,7 +269,8 @@ def attend(*case):
 
 
 def attention_case(*, head_dim=20, window=None, dtype="float32", seq=3, sinks=False):
-    """Two rows of unequal length over shuffled blocks; a third row is padding."""
+    """Two rows of unequal length over shuffled blocks; a third row is padding. With a window scores
+    are capped."""
     heads, kv_heads, block, blocks = 6, 2, 4, 9
     pools = [normal(30, kv_heads, block, head_dim) for _ in range(2)]
     if dtype in ("int8", "fp8"):
@@ -288,7 +289,7 @@ def attention_case(*, head_dim=20, window=None, dtype="float32", seq=3, sinks=Fa
     positions = start[:, None] + np.arange(seq, dtype=np.int32)[None]
     paging = Paging(*map(jnp.asarray, (tables, first, positions, lengths)))
     logits = jnp.asarray(RNG.standard_normal(heads), jnp.float32) if sinks else None
-    return q, *pools, paging, AttentionArgs(0.3, window, logits)
+    return q, *pools, paging, AttentionArgs(0.3, window, logits, cap=1.5 if window else None)
 
 
 @pytest.mark.every_jax

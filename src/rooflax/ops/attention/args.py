@@ -34,6 +34,7 @@ class AttentionArgs:
         causal: a query sees no key behind itself; otherwise the window reaches both ways.
         bias: what a head's scores gain by the key's position less the query's: of an odd number of
             distances, the middle one is 0; farther keys get the last. None is nothing.
+        cap: scores are cap * tanh(score / cap), before bias and sinks; None is no cap.
     """
 
     scale: float = field(metadata=STATIC)
@@ -43,11 +44,17 @@ class AttentionArgs:
     pattern: Pattern | None = field(default=None, metadata=STATIC)
     causal: bool = field(default=True, metadata=STATIC)
     bias: Float[Array, "N distances"] | None = None
+    cap: float | None = field(default=None, metadata=STATIC)
 
     @property
     def ahead(self) -> int:
         """How many tokens behind itself a query sees."""
         return 0 if self.causal else FARTHEST if self.window is None else self.window - 1
+
+    def scores(self, products: Float[Array, ...]) -> Float[Array, ...]:
+        """Scores without bias, of q . k."""
+        scores = products * self.scale
+        return scores if self.cap is None else self.cap * jnp.tanh(scores / self.cap)
 
     def biases(self, query: Any, key: Any) -> Float[Array, "N ..."]:
         """What scores gain, by positions; of any shapes that broadcast together."""

@@ -59,6 +59,7 @@ def ragged_attention(
         none if args.sinks is None else args.sinks.astype(jnp.float32),
         jnp.zeros((0, 1)) if args.bias is None else args.bias.astype(jnp.float32),
         scale=np.float32(args.scale),
+        cap=np.float32(args.cap or 0.0),
         window=np.int64(args.window or 0),
         ahead=np.int64(args.ahead),
     ).astype(q.dtype)

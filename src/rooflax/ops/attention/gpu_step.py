@@ -92,8 +92,8 @@ def unsupported(
         return "attention's kernel for decode steps takes rows of one token"
     if not isinstance(k_pool, PlainPool) or k_pool.values.dtype == jnp.float16:
         return "attention's kernel for decode steps writes float32 and bfloat16"
-    if args.repeat_kv or not args.causal or args.pattern is not None:
-        return "attention's kernel for decode steps is causal, without patterns and copies"
+    if args.repeat_kv or not args.causal or args.pattern is not None or args.cap is not None:
+        return "attention's kernel for decode steps is causal, without patterns, caps and copies"
     if head_dim % 64 or k_pool.values.shape[2] % _tile(head_dim)[0]:
         return f"attention's kernel for decode steps takes heads by 64, not {head_dim}"
     return None

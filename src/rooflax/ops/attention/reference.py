@@ -27,7 +27,7 @@ def attention(
     k32 = jnp.repeat(k.astype(jnp.float32), group, axis=1)
     v32 = jnp.repeat(v.astype(jnp.float32), group, axis=1)
 
-    scores = args.scale * jnp.einsum("btnh,bnsh->bnts", q32, k32, precision=HIGHEST)
+    scores = args.scores(jnp.einsum("btnh,bnsh->bnts", q32, k32, precision=HIGHEST))
     if args.bias is not None:
         bias = args.biases(dense.positions[:, :, None], dense.key_positions[:, None])
         scores = scores + bias.swapaxes(0, 1)

@@ -248,6 +248,8 @@ def unsupported(
         return "attention's TPU kernel never copies K/V heads (gqa=repeat)"
     if not args.causal:
         return "attention's TPU kernel is causal"
+    if args.cap is not None:
+        return "attention's TPU kernel does not cap scores"
     if k_pool.scales is not None and k_pool.values.dtype != jnp.int8:
         return "attention's TPU kernel reads no fp8 KV cache"
     if k_pool.values.dtype == jnp.float16:

@@ -42,7 +42,7 @@ def attention(
             query, key = dense.positions[:, queries, None], dense.key_positions[:, None, keys]
             bias = args.biases(query, key)
         parts = q[:, queries], k[:, :, keys], v[:, :, keys]
-        return _attend(*parts, mask, bias, sinks, args.scale)
+        return _attend(*parts, mask, bias, sinks, args)
 
     seq, num_keys = q.shape[1], k.shape[2]
     if not dense.causal_order or not args.causal:
@@ -58,11 +58,11 @@ def _attend(
     mask: Bool[Array, "B T S"],
     bias: Float[Array, "N B T S"] | None,
     sinks: Float[Array, "1 K 1 G 1"] | None,
-    scale: float,
+    args: AttentionArgs,
 ) -> Float[Array, "B T N H"]:
     rows, seq, num_heads, head_dim = q.shape
     grouped = q.reshape(rows, seq, k.shape[1], num_heads // k.shape[1], head_dim)
-    scores = _scores(grouped, k) * scale
+    scores = args.scores(_scores(grouped, k))
     if bias is not None:
         bias = bias.reshape(*grouped.shape[2:4], *bias.shape[1:])  # K G B T S
         scores = scores + bias.transpose(2, 0, 3, 1, 4)

@@ -134,6 +134,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2_moe": ("qwen2_moe", {"head_dim": 16}),
     "gpt_oss": ("gpt_oss", {"intermediate_size": 64}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 32}),
+    "starcoder2": ("starcoder2", {"sliding_window": None}),
     "gemma3": ("gemma3_text", {"sliding_window_pattern": 6, "query_pre_attn_scalar": 32}),
     "gemma4": ("gemma4_text", _GEMMA4 | {"hidden_size_per_layer_input": 0}),
     "gemma4_moe": (

@@ -297,7 +297,7 @@ def prompts() -> list[list[int]]:
     return [state.randint(0, VOCAB, n).tolist() for n in (5, 17, 33)]
 
 
-LESS_ONE = ("gemma3", "qwen3_next", "qwen3_5")
+LESS_ONE = ("gemma2", "gemma3", "qwen3_next", "qwen3_5")
 """Variants whose checkpoints have norms less one."""
 
 
@@ -378,7 +378,7 @@ def tensors(variant: str, reference: Reference) -> dict[str, np.ndarray]:
             fused = values(variant, name, shape).astype(file_dtype(variant))
             found |= experts_apart(name, fused, EXPERT_NAMES[kind])
         else:
-            stored = name.replace(".mlp.", ".block_sparse_moe.") if kind == "mixtral" else name
+            stored = name.replace(*STORED_NAMES.get(kind, ("", "")))
             found[stored] = values(variant, name, shape).astype(file_dtype(variant))
     return found
 
@@ -390,6 +390,8 @@ def stored_shapes(variant: str, reference: Reference) -> dict[str, tuple[int, ..
     return found | {n: s for n, s in reference.shapes.items() if is_packed(variant, n)}
 
 
+STORED_NAMES = {"mixtral": (".mlp.", ".block_sparse_moe."), "gpt_neox": ("lm_head.", "embed_out.")}
+"""Parts of names in memory, and what checkpoints have in their place."""
 EXPERT_NAMES = {
     "qwen3_moe": ("mlp.experts", "gate_proj", "up_proj", "down_proj"),
     "qwen2_moe": ("mlp.experts", "gate_proj", "up_proj", "down_proj"),

@@ -22,6 +22,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("XLA_FLAGS", QUICK_TO_COMPILE)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's and BLAS's: these wait by spinning
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rooflax import LLM, RequestError, SamplingParams, load
@@ -49,6 +49,7 @@ def by_hand(tokens, count):
     return []
 
 
+@settings(deadline=None)
 @given(
     tokens=st.lists(st.integers(0, 2), min_size=1, max_size=40),
     cuts=st.lists(st.integers(1, 5), max_size=8),

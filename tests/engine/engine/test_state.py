@@ -229,7 +229,11 @@ SETTINGS = {
     ("variant", "name"),
     cases(
         [(variant, name) for variant in STATEFUL for name in SETTINGS],
-        nightly=[("qwen3_5_text", "no jit"), ("lfm2", "no cache"), ("qwen3_5_text", "reference")],
+        nightly=[
+            *((variant, "no jit") for variant in STATEFUL),
+            ("lfm2", "no cache"),
+            ("qwen3_5_text", "reference"),
+        ],
     ),
 )
 def test_settings_change_no_token(checkpoint, variant, name):

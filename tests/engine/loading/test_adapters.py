@@ -2,7 +2,6 @@
 
 import json
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -19,10 +18,10 @@ from rooflax.loading.weights import WeightReader
 from rooflax.models.adapters import adapted, targets
 from rooflax.models.model import build
 from rooflax.models.registry import family
-from rooflax.nn.batch import Batch
 from rooflax.ops.linear.adapted import Adapted
 from tests import adapter_cases, gguf_cases, goldens
 from tests.support.loading.adapters import RANK, write_adapter
+from tests.support.models.programs import full_logits
 
 Q = "model.layers.0.self_attn.q_proj"
 PATH = f"base_model.model.{Q}"
@@ -30,8 +29,7 @@ TOLERANCE = 1e-4
 
 
 def logits(model):
-    hidden, _ = model.forward(Batch.dense(jnp.asarray(goldens.tokens())), None)
-    return np.asarray(model.logits(hidden))
+    return np.asarray(full_logits(model, goldens.tokens()))
 
 
 def merged_model(info, adapter, parts):

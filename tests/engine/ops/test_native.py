@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(not native.is_ready(), reason=native.status().reason),
 ]
 
-ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 30, 37]
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 30, 37)
 """Among them tiles of 16 that are not whole, one of more than 8 rows and one of fewer."""
 FEW = (1, 7, 30)
 """Of these, for what differs in where a product goes."""
@@ -48,9 +48,30 @@ def native_call(operation):
     return jax.jit(partial(operation, implementation="native"))
 
 
-def plain(operation, *arrays, **how):
+@cache
+def calls_of(operation, counts, implementation="native"):
+    """As many first rows as each count says: one program that calls once for each count, because
+    a program for each count compiles for longer than it is looked at."""
+
+    def call(x, *arrays, residual=None, **how):
+        rest = [{} if residual is None else {"residual": residual[:count]} for count in counts]
+        return [
+            operation(x[:count], *arrays, **how, **more, implementation=implementation)
+            for count, more in zip(counts, rest, strict=True)
+        ]
+
+    return jax.jit(call)
+
+
+@cache
+def plain(operation):
     """By the reference."""
-    return operation(*arrays, implementation="reference", **how)
+    return jax.jit(partial(operation, implementation="reference"))
+
+
+@jax.jit
+def dot(packed, x):
+    return packed.dot(x)
 
 
 def product(x, w, bias, *, select=None, **how):
@@ -63,16 +84,20 @@ def close(found, wanted, tolerance=2e-4):
     np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), atol=tolerance)
 
 
+def all_close(found, wanted, tolerance=2e-4):
+    """Each of `calls_of`, beside the first of all rows."""
+    for rows in found:
+        close(rows, np.asarray(wanted)[: len(rows)], tolerance)
+
+
 @pytest.mark.parametrize(("inner", "outer"), SHAPES)
 @pytest.mark.parametrize("dtype", cases(["float32", "bfloat16"], every_jax=["float32"]))
 def test_products(instruction_set, inner, outer, dtype):
-    for rows in ROWS:
-        x, w, bias = inputs(rows, inner, outer)
-        weight = jnp.asarray(w, dtype)
-        close(native_call(linear)(x, weight, bias), plain(linear, x, weight, bias))
-        if rows in FEW:
-            close(native_call(linear)(x, weight, None), plain(linear, x, weight, None))
-            close(native_call(unembed)(x, weight.T), plain(unembed, x, weight.T))
+    x, w, bias = inputs(ROWS[-1], inner, outer)
+    weight, table = jnp.asarray(w, dtype), jnp.asarray(w.T, dtype)
+    all_close(calls_of(linear, ROWS)(x, weight, bias), plain(linear)(x, weight, bias))
+    all_close(calls_of(linear, FEW)(x, weight, None), plain(linear)(x, weight, None))
+    all_close(calls_of(unembed, FEW)(x, table), plain(unembed)(x, table))
 
 
 @pytest.mark.parametrize("rows", [1, 6, 40])
@@ -101,21 +126,19 @@ def test_a_norms_rows_are_bfloat16_where_activations_are(instruction_set, rows):
     cases([(64, 48), (96, 37), (160, 130)], default=[(96, 37)], every_jax=[(96, 37)]),
 )
 def test_quantised_products(instruction_set, inner, outer, format):
-    for rows in ROWS:
-        x, w, bias = inputs(rows, inner, outer)
-        packed = quantize(w, format, (inner,), (outer,))
-        wanted = packed.dot(x)
-        close(native_call(linear)(x, packed, bias), wanted + bias[None])
-        if rows in FEW:
-            close(native_call(unembed)(x, packed), wanted)
+    x, w, bias = inputs(ROWS[-1], inner, outer)
+    packed = quantize(w, format, (inner,), (outer,))
+    wanted = np.asarray(dot(packed, x))
+    all_close(calls_of(linear, ROWS)(x, packed, bias), wanted + np.asarray(bias))
+    all_close(calls_of(unembed, FEW)(x, packed), wanted)
 
 
 @pytest.mark.parametrize("format", ["w8a8", "w8a16", "fp8-a16"])
-@pytest.mark.parametrize("rows", [1, 5, 20])
-def test_inputs_that_are_no_multiple_of_four(instruction_set, format, rows):
-    x, w, bias = inputs(rows, 67, 40)
+def test_inputs_that_are_no_multiple_of_four(instruction_set, format):
+    x, w, bias = inputs(20, 67, 40)
     packed = quantize(w, format, (67,), (40,))
-    close(native_call(linear)(x, packed, bias), packed.dot(x) + bias[None])
+    wanted = np.asarray(dot(packed, x)) + np.asarray(bias)
+    all_close(calls_of(linear, (1, 5, 20))(x, packed, bias), wanted)
 
 
 PROLOGUES = {
@@ -132,47 +155,64 @@ PROLOGUES = {
 def test_what_comes_before_and_behind(instruction_set, name, inner):
     """A norm or an activation of the rows, bias and residual, for every width of the weights."""
     prologue = PROLOGUES[name](inner)
-    gates = getattr(prologue, "gated", False)
-    fused = native_call(linear)
-    for rows in (1, 3, 11):
-        x, w, bias = inputs(rows, 2 * inner if gates else inner, 50)
-        x = x.reshape(rows, 2, inner) if gates else x
-        residual = jnp.asarray(RNG.standard_normal((rows, 50)), jnp.float32)
-        weight = jnp.asarray(w[:inner])
-        how = {"prologue": prologue, "residual": residual}
-        wanted = plain(linear, 3 * x, weight, bias, **how)
-        close(fused(3 * x, weight, bias, **how), wanted)
-        packed = quantize(w[:inner], "w8a16", (inner,), (50,))
-        wanted = plain(linear, 3 * x, packed, bias, **how)
-        close(fused(3 * x, packed, bias, **how), wanted, 1e-3)
+    gates, rows = getattr(prologue, "gated", False), (1, 3, 11)
+    x, w, bias = inputs(rows[-1], 2 * inner if gates else inner, 50)
+    x = 3 * np.asarray(x).reshape(rows[-1], *((2, inner) if gates else (inner,)))
+    how = {"prologue": prologue, "residual": normal(rows[-1], 50)}
+    weight, packed = jnp.asarray(w[:inner]), quantize(w[:inner], "w8a16", (inner,), (50,))
+    for kept, tolerance in ((weight, 2e-4), (packed, 1e-3)):
+        wanted = plain(linear)(x, kept, bias, **how)
+        all_close(calls_of(linear, rows)(x, kept, bias, **how), wanted, tolerance)
+
+
+@jax.jit
+def products(calls):
+    """Of each (rows, weights, biases, members), in one program, which compiles sooner."""
+    return [product(x, w, bias, select=select) for x, w, bias, select in calls]
 
 
 @pytest.mark.parametrize("format", cases(["float32", "bfloat16", *FORMATS], every_jax=["float32"]))
 def test_members_of_a_stack(instruction_set, format):
     """Each row with its own weights, and all rows with one member's: bit for bit."""
-    x, _, _ = inputs(7, 64, 1)
+    few, many = (np.asarray(inputs(count, 64, 1)[0]) for count in (7, 60))
     w = RNG.standard_normal((5, 64, 40)).astype(np.float32)
-    bias = jnp.asarray(RNG.standard_normal((5, 40)), jnp.float32)
-
-    def kept(w):
-        return _kept(w, format, 64, 40)
-
-    select = jnp.asarray([3, 0, 3, 4, 0, 0, 1], jnp.int32)
-    found = jax.jit(product)(x, kept(w), bias, select=select)
-    for row, member in enumerate(np.asarray(select)):
-        alone = jax.jit(product)(x[row : row + 1], kept(w[member]), bias[member])
-        np.testing.assert_array_equal(np.asarray(found)[row], np.asarray(alone)[0])
+    bias = RNG.standard_normal((5, 40)).astype(np.float32)
+    stack = _kept(w, format, 64, 40)
+    alone = [(_kept(w[i], format, 64, 40), bias[i], None) for i in range(5)]
+    select = np.asarray([3, 0, 3, 4, 0, 0, 1], np.int32)
     # Runs of rows that are multiplied by tiles and others, mixed.
-    many, _, _ = inputs(60, 64, 1)
-    select = jnp.asarray(RNG.permutation([0] * 3 + [1] * 40 + [4] * 17), jnp.int32)
-    found = jax.jit(product)(many, kept(w), bias, select=select)
-    for member in (0, 1, 4):
-        rows = np.flatnonzero(np.asarray(select) == member)
-        alone = jax.jit(product)(many[rows], kept(w[member]), bias[member])
-        np.testing.assert_array_equal(np.asarray(found)[rows], np.asarray(alone))
-    one = jax.jit(product)(x, kept(w), bias[2], select=jnp.asarray([2], jnp.int32))
-    whole = jax.jit(product)(x, kept(w[2]), bias[2])
-    np.testing.assert_array_equal(np.asarray(one), np.asarray(whole))
+    mixed = RNG.permutation([0] * 3 + [1] * 40 + [4] * 17).astype(np.int32)
+    runs = {member: np.flatnonzero(mixed == member) for member in (0, 1, 4)}
+    wholes = [
+        (few, stack, bias, select),
+        (many, stack, bias, mixed),
+        (few, stack, bias[2], np.asarray([2], np.int32)),
+    ]
+    parts = [
+        [([row], (few[[row]], *alone[member])) for row, member in enumerate(select)],
+        [(rows, (many[rows], *alone[member])) for member, rows in runs.items()],
+        [(slice(None), (few, *alone[2]))],
+    ]
+    calls = [call for each in parts for _, call in each]
+    found = products([*wholes, *calls])
+    wanted = iter(found[len(wholes) :])
+    for whole, each in zip(found, parts, strict=False):
+        for rows, _ in each:
+            np.testing.assert_array_equal(np.asarray(whole)[rows], np.asarray(next(wanted)))
+
+
+@jax.jit
+def layer_and_alone(x, index, select, stacks, alone):
+    """Results of a layer of stacked weights and biases, each beside those of the layer alone."""
+    layers, layers_bias, experts, experts_bias = (StackMember(each, index) for each in stacks)
+    layer, bias, own, own_bias = alone
+    wanted = product(x, own, own_bias, select=select)
+    return [
+        *((linear(x, layers, layers_bias, implementation=name),
+           linear(x, layer, bias, implementation=name))
+          for name in ("reference", "xla", "native")),
+        *((product(x, experts, each, select=select), wanted) for each in (experts_bias, own_bias)),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("format", ["float32", "bfloat16", *FORMATS])
@@ -180,26 +220,14 @@ def test_a_layer_among_stacked_layers(format):
     """Matmuls and experts read it where it lies, bit for bit; everyone else copies it."""
     x, _, _ = inputs(7, 64, 1)
     w = RNG.standard_normal((3, 5, 64, 40)).astype(np.float32)
-    bias = jnp.asarray(RNG.standard_normal((3, 5, 40)), jnp.float32)
-    select = jnp.asarray([3, 0, 3, 4, 0, 0, 1], jnp.int32)
-
-    def kept(w):
-        return quantize(w, format, (64,), (40,)) if format in FORMATS else jnp.asarray(w, format)
-
-    one, own = jax.jit(linear, static_argnames="implementation"), jax.jit(product)
-    layers, layers_bias = kept(w[:, 0]), bias[:, 0].astype(jnp.bfloat16)
-    experts = kept(w)
+    bias = RNG.standard_normal((3, 5, 40)).astype(np.float32)
+    select = np.asarray([3, 0, 3, 4, 0, 0, 1], np.int32)
+    narrow = bias[:, 0].astype(jnp.bfloat16)
+    stacks = _kept(w[:, 0], format, 64, 40), narrow, _kept(w, format, 64, 40), bias
     for layer in range(3):
-        index = jnp.int32(layer)
-        for name in ("reference", "xla", "native"):
-            found = one(
-                x, StackMember(layers, index), StackMember(layers_bias, index), implementation=name
-            )
-            wanted = one(x, kept(w[layer, 0]), layers_bias[layer], implementation=name)
-            np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
-        wanted = own(x, kept(w[layer]), bias[layer], select=select)
-        for biases in (StackMember(bias, index), bias[layer]):
-            found = own(x, StackMember(experts, index), biases, select=select)
+        own = _kept(w[layer, 0], format, 64, 40), narrow[layer]
+        own += _kept(w[layer], format, 64, 40), bias[layer]
+        for found, wanted in layer_and_alone(x, np.int32(layer), select, stacks, own):
             np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
 
 
@@ -220,24 +248,24 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(instruction_set, dtype):
     """Bit for bit, for any number of rows, wide enough to be shared among threads."""
     x, w, bias = inputs(40, 256, 1000)
     weight = quantize(w, dtype, (256,), (1000,)) if dtype in FORMATS else jnp.asarray(w, dtype)
-    call = native_call(linear)
-    alone = np.concatenate([np.asarray(call(x[i : i + 1], weight, bias)) for i in range(40)])
-    for rows in (2, 3, 7, 8, 9, 12, 13, 25, 40):
-        np.testing.assert_array_equal(np.asarray(call(x[:rows], weight, bias)), alone[:rows])
+    same_alone(linear, (2, 3, 7, 8, 9, 12, 13, 25, 40), x, weight, bias)
     if dtype not in FORMATS:
-        call, table = native_call(unembed), weight.T
-        alone = np.concatenate([np.asarray(call(x[i : i + 1], table)) for i in range(40)])
-        for rows in (2, 5, 8, 9, 40):
-            np.testing.assert_array_equal(np.asarray(call(x[:rows], table)), alone[:rows])
+        same_alone(unembed, (2, 5, 8, 9, 40), x, jnp.asarray(w.T, dtype))
+
+
+def same_alone(operation, counts, x, *arrays):
+    """Rows beside others and each alone."""
+    call, each = native_call(operation), np.split(np.asarray(x), len(x))
+    alone = np.concatenate([np.asarray(call(row, *arrays)) for row in each])
+    for found in calls_of(operation, counts)(x, *arrays):
+        np.testing.assert_array_equal(np.asarray(found), alone[: len(found)])
 
 
 @pytest.mark.parametrize("dtype", cases(["float32", "bfloat16"], every_jax=["float32"]))
 def test_nor_does_it_where_a_table_has_several_blocks_and_tails(instruction_set, dtype):
     x, w, _ = inputs(23, 555, 203)
-    call, table = native_call(unembed), jnp.asarray(w.T, dtype)
-    alone = np.concatenate([np.asarray(call(x[i : i + 1], table)) for i in range(23)])
-    for rows in (2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 23):
-        np.testing.assert_array_equal(np.asarray(call(x[:rows], table)), alone[:rows])
+    table = jnp.asarray(w.T, dtype)
+    same_alone(unembed, (2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 23), x, table)
 
 
 @pytest.mark.parametrize(
@@ -248,10 +276,7 @@ def test_nor_does_it_where_a_matrix_is_wide_and_long(instruction_set, dtype):
     several blocks."""
     x, w, bias = inputs(17, 1088, 2300)
     weight = quantize(w, dtype, (1088,), (2300,)) if dtype in FORMATS else jnp.asarray(w, dtype)
-    call = native_call(linear)
-    alone = np.concatenate([np.asarray(call(x[i : i + 1], weight, bias)) for i in range(17)])
-    for rows in (9, 16, 17):
-        np.testing.assert_array_equal(np.asarray(call(x[:rows], weight, bias)), alone[:rows])
+    same_alone(linear, (9, 16, 17), x, weight, bias)
 
 
 def test_activations_of_other_types_and_zero_rows(instruction_set):
@@ -264,8 +289,7 @@ def test_activations_of_other_types_and_zero_rows(instruction_set):
         assert not np.asarray(native_call(linear)(jnp.zeros((2, 64)), packed, None)).any()
 
 
-def attend(*case):
-    return paged_attention(*case, implementation="native")
+attend = native_call(paged_attention)
 
 
 def attention_case(*, head_dim=20, window=None, dtype="float32", seq=3, sinks=False):
@@ -302,7 +326,7 @@ def attention_case(*, head_dim=20, window=None, dtype="float32", seq=3, sinks=Fa
 def test_attention_over_blocks(instruction_set, dtype, window, sinks, head_dim):
     case = attention_case(head_dim=head_dim, window=window, dtype=dtype, sinks=sinks)
     found = np.asarray(attend(*case))
-    wanted = np.asarray(paged_attention(*case, implementation="reference"))
+    wanted = np.asarray(plain(paged_attention)(*case))
     close(found[:2], wanted[:2], 2e-5)
     assert np.isfinite(found).all()
 

@@ -49,6 +49,10 @@ def alone():
     return LLM(CHAT_NAME)
 
 
+FRESH = "fresh"
+"""Id of the request behind each test, whose line in the log comes while the next one runs."""
+
+
 @pytest.fixture(autouse=True)
 def _fresh(request):
     """Each test begins with the plain script, and leaves the server as it was."""
@@ -64,5 +68,5 @@ def _fresh(request):
     assert scripted.num_open == 0
     assert live.http.get("/health").status_code == 200
     scripted.script, scripted.pause_s, scripted.error = scripted.says("Hello, world."), 0.0, None
-    found = live.post("/v1/completions", {"prompt": "x"})
+    found = live.post("/v1/completions", {"prompt": "x"}, headers={"x-request-id": FRESH})
     assert found.json()["choices"][0]["text"] == "Hello, world."

@@ -27,7 +27,8 @@ BUILT_FROM = pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 # versions the tests compare with the committed golden logits.
 TORCH = $(shell $(BIN)/python -c "import sys; print('torch==2.13.0 transformers==5.23.0 sentence-transformers==6.2.0' if sys.version_info[:2] == (3, 11) else '')" 2>/dev/null)
 
-.PHONY: demo chat unit test coverage real nightly lint style types layers sanitize fuzz goldens docs gpu-compile clean
+.PHONY: demo chat unit test coverage real nightly lint style types layers sanitize fuzz goldens docs gpu-compile clean \
+  manifests
 
 demo: $(VENV)/.installed
 	@printf '%s' "$$PROMPT"; $(BIN)/rooflax generate --prompt "$$PROMPT" --max-tokens 160 --seed 1
@@ -108,6 +109,14 @@ $(GPU_VENV)/.installed:
 	$(GPU_VENV)/bin/python -m pip install --quiet --no-compile "jax[cuda13]$(GPU_JAX)" \
 	  nvidia-cuda-nvdisasm jaxtyping tokenizers jinja2 optax tqdm huggingface_hub gguf
 	@touch $@
+
+# Manifests, the Compose file and workflows against published schemas (tools/manifests.py says which).
+manifests:
+	$(PYTHON) -m venv build/manifests
+	build/manifests/bin/python -m pip install --quiet kubernetes-validate==1.37.0 check-jsonschema
+	npm install --silent --ignore-scripts --no-save --prefix build/manifests \
+	  @kubernetes-models/prometheus-operator@6.0.0 @kubernetes-models/keda@2.0.0 @kubernetes-models/gateway-api@2.0.0
+	build/manifests/bin/python tools/manifests.py build/manifests/node_modules
 
 goldens: $(VENV)/.installed-test
 	$(BIN)/python -m tests.goldens

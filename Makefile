@@ -28,7 +28,7 @@ BUILT_FROM = pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 TORCH = $(shell $(BIN)/python -c "import sys; print('torch==2.13.0 transformers==5.23.0 sentence-transformers==6.2.0' if sys.version_info[:2] == (3, 11) else '')" 2>/dev/null)
 
 .PHONY: demo chat unit test coverage real nightly lint style types layers sanitize fuzz goldens docs gpu-compile clean \
-  manifests
+  manifests site
 
 demo: $(VENV)/.installed
 	@printf '%s' "$$PROMPT"; $(BIN)/rooflax generate --prompt "$$PROMPT" --max-tokens 160 --seed 1
@@ -118,6 +118,16 @@ manifests:
 	  @kubernetes-models/prometheus-operator@6.0.0 @kubernetes-models/keda@2.0.0 @kubernetes-models/gateway-api@2.0.0
 	build/manifests/bin/python tools/manifests.py build/manifests/node_modules
 
+# The pages as a site, in build/site; a link that leads nowhere is an error.
+SITE_VENV = .venv-site
+site: $(SITE_VENV)/.installed
+	$(SITE_VENV)/bin/python -m mkdocs build --strict
+
+$(SITE_VENV)/.installed: Makefile
+	$(PYTHON) -m venv $(SITE_VENV)
+	$(SITE_VENV)/bin/python -m pip install --quiet mkdocs-material==9.8.2
+	@touch $@
+
 goldens: $(VENV)/.installed-test
 	$(BIN)/python -m tests.goldens
 	$(BIN)/python -m tests.encoder_cases
@@ -152,4 +162,4 @@ $(VENV)/.installed-chat: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(GPU_VENV) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(GPU_VENV) $(SITE_VENV) .pytest_cache .ruff_cache .hypothesis build dist

@@ -83,3 +83,16 @@ def test_alerts_say_when_and_what():
 def test_images_have_this_version(path: str):
     text = (DEPLOY / path).read_text(encoding="utf-8")
     assert set(re.findall(r"rooflax:(\d[\w.]*)", text)) == {rooflax.__version__}
+
+
+def test_the_site_has_every_page():
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    named = [
+        page if isinstance(page, str) else next(iter(page.values()))
+        for part in site["nav"]
+        for pages in part.values()
+        for page in pages
+    ]
+    docs = ROOT / "docs"
+    pages = {str(path.relative_to(docs)) for path in docs.rglob("*.md")} | {"index.md"}
+    assert sorted(named) == sorted(pages), "say in mkdocs.yml where the page stands"

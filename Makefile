@@ -27,7 +27,8 @@ BUILT_FROM = pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 # versions the tests compare with the committed golden logits.
 TORCH = $(shell $(BIN)/python -c "import sys; print('torch==2.13.0 transformers==5.23.0 sentence-transformers==6.2.0' if sys.version_info[:2] == (3, 11) else '')" 2>/dev/null)
 
-.PHONY: demo chat unit test coverage real nightly lint style types layers sanitize fuzz goldens docs gpu-compile clean
+.PHONY: demo chat unit test coverage real nightly lint style types layers sanitize fuzz goldens docs gpu-compile clean \
+  wheel wheel-aarch64 wheel-check sdist sbom manifests site
 
 demo: $(VENV)/.installed
 	@printf '%s' "$$PROMPT"; $(BIN)/rooflax generate --prompt "$$PROMPT" --max-tokens 160 --seed 1
@@ -109,6 +110,54 @@ $(GPU_VENV)/.installed:
 	  nvidia-cuda-nvdisasm jaxtyping tokenizers jinja2 optax tqdm huggingface_hub gguf
 	@touch $@
 
+# What is published: wheels that run on glibc 2.27 or later, an sdist, and the bill of materials. The
+# aarch64 wheel needs Debian's g++-aarch64-linux-gnu, and qemu-user-static to run its kernels' tests.
+RELEASE_VENV = .venv-release
+RELEASE = $(RELEASE_VENV)/bin/python
+wheel: $(RELEASE_VENV)/.installed
+	$(RELEASE) tools/wheel.py build
+
+wheel-aarch64: $(RELEASE_VENV)/.installed
+	tools/emulated_kernels.sh
+	$(RELEASE) tools/wheel.py build --arch aarch64
+
+wheel-check: $(RELEASE_VENV)/.installed
+	$(RELEASE) tools/wheel.py check dist/rooflax-*_x86_64.whl
+
+sdist: $(RELEASE_VENV)/.installed
+	$(RELEASE) -m build --no-isolation --sdist
+
+sbom: $(RELEASE_VENV)/.installed
+	rm -rf build/sbom && $(PYTHON) -m venv build/sbom
+	build/sbom/bin/python -m pip install --quiet "$$(ls dist/rooflax-*_x86_64.whl)[serve,chat]"
+	$(RELEASE) tools/sbom.py build/sbom/bin/python dist/rooflax.cdx.json
+
+BUILD_REQUIRES = import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")
+$(RELEASE_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(RELEASE_VENV)
+	$(RELEASE) -c '$(BUILD_REQUIRES)' >$(RELEASE_VENV)/requires.txt
+	$(RELEASE) -m pip install --quiet -r $(RELEASE_VENV)/requires.txt cmake ninja build==1.6.1 ziglang==0.17.1 \
+	  pyelftools==0.33 cyclonedx-bom==7.5.0
+	@touch $@
+
+# Manifests, the Compose file and workflows against published schemas (tools/manifests.py says which).
+manifests:
+	$(PYTHON) -m venv build/manifests
+	build/manifests/bin/python -m pip install --quiet kubernetes-validate==1.37.0 check-jsonschema
+	npm install --silent --ignore-scripts --no-save --prefix build/manifests \
+	  @kubernetes-models/prometheus-operator@6.0.0 @kubernetes-models/keda@2.0.0 @kubernetes-models/gateway-api@2.0.0
+	build/manifests/bin/python tools/manifests.py build/manifests/node_modules
+
+# The pages as a site, in build/site; a link that leads nowhere is an error.
+SITE_VENV = .venv-site
+site: $(SITE_VENV)/.installed
+	$(SITE_VENV)/bin/python -m mkdocs build --strict
+
+$(SITE_VENV)/.installed: Makefile
+	$(PYTHON) -m venv $(SITE_VENV)
+	$(SITE_VENV)/bin/python -m pip install --quiet mkdocs-material==9.8.2
+	@touch $@
+
 goldens: $(VENV)/.installed-test
 	$(BIN)/python -m tests.goldens
 	$(BIN)/python -m tests.encoder_cases
@@ -143,4 +192,4 @@ $(VENV)/.installed-chat: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(GPU_VENV) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(GPU_VENV) $(RELEASE_VENV) $(SITE_VENV) .pytest_cache .ruff_cache .hypothesis build dist

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rooflax.models.steps import decode_step, new_cache, prefill
     from rooflax.nn.execution import ExecutionOptions, Precision
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "LLM": "rooflax.llm",

@@ -146,8 +146,19 @@ class AsyncLLM:
         return self._thread.warm_up_report
 
     def metrics(self) -> dict[str, Any]:
-        """What operators watch, as numbers, lists and dicts; see engine.metrics.Metrics."""
-        return self._thread.engine.metrics.as_dict()
+        """What operators watch, as numbers, lists and dicts; see engine.metrics.Metrics.
+
+        With adapters also `loras`: how many slots they have, and which ones run and wait.
+        """
+        found = self._thread.engine.metrics.as_dict()
+        if self._bank is not None:
+            names = [None if one is None else one[0] for one in self._bank.adapters]
+            used = {
+                what: [names[slot - 1] for slot in found[f"adapters_{what}"]]
+                for what in ("running", "waiting")
+            }
+            found["loras"] = {"slots": len(names), **used}
+        return found
 
     def compares_with(self, ideal_decode_s: Callable[[int, float], float]) -> None:
         """From now on the metrics state decoding as a share of what the machine allows.

@@ -192,6 +192,13 @@ def test_openais_client_names_adapters_as_models(tmp_path):
             assert answer.model == name
             texts[name] = answer.choices[0].text
         assert len(set(texts.values())) == 3
+        with client.completions.create(
+            model="two", prompt="x", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+        ) as stream:
+            next(iter(stream))
+            text = served.http.get("/metrics").text
+        said = 'max_lora="2",running_lora_adapters="two",waiting_lora_adapters=""'
+        assert f"vllm:lora_requests_info{{{said}}}" in text
         with pytest.raises(openai.NotFoundError, match="one, two"):
             client.completions.create(model="three", prompt="x")
 

@@ -6,7 +6,7 @@ It knows requests, sequences and steps. It knows no text, no files and no chat.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -451,10 +451,16 @@ class Engine:
     def _set_gauges(self) -> None:
         scheduler, metrics = self.scheduler, self.metrics
         metrics.num_waiting, metrics.num_running = len(scheduler.waiting), len(scheduler.running)
+        metrics.adapters_waiting = _adapters(scheduler.waiting)
+        metrics.adapters_running = _adapters(scheduler.running)
         metrics.block_size = accelerator.block_size()
         metrics.blocks_used = scheduler.blocks.num_used
         metrics.blocks_total = [n - 1 for n in self.runner.num_blocks]
         metrics.num_preemptions = scheduler.num_preemptions
+
+
+def _adapters(sequences: Iterable[Sequence]) -> list[int]:
+    return sorted({one.kv.adapter for one in sequences} - {0})
 
 
 def _check_layers(model: AnyModel, config: EngineConfig) -> None:

@@ -50,6 +50,7 @@ class Metrics:
 
     Attributes:
         num_waiting, num_running: sequences.
+        adapters_waiting, adapters_running: slots of the LoRA adapters that those ask for.
         blocks_used, blocks_total: per layer group.
         block_size: tokens of a block.
         num_prompt_tokens, num_cached_tokens: admitted, and how many of them were in the cache.
@@ -74,6 +75,8 @@ class Metrics:
 
     num_waiting: int = 0
     num_running: int = 0
+    adapters_waiting: list[int] = field(default_factory=list)
+    adapters_running: list[int] = field(default_factory=list)
     blocks_used: list[int] = field(default_factory=list)
     blocks_total: list[int] = field(default_factory=list)
     block_size: int = 0

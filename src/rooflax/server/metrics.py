@@ -110,6 +110,8 @@ class Exporter:
             yield _histogram(what, text, found[key], labels)
         yield _waiting_for_capacity(found["num_waiting"], labels)
         yield self._cache_config(found, labels)
+        if loras := found.get("loras"):
+            yield _loras(loras)
 
     def _cache_config(self, found: Mapping[str, Any], labels: Mapping[str, str]) -> Metric:
         assert self._service.engine is not None
@@ -164,6 +166,19 @@ def _waiting_for_capacity(num_waiting: int, labels: Mapping[str, str]) -> Metric
         "vllm:num_requests_waiting_by_reason", "Waiting requests.", labels=[*labels, "reason"]
     )
     return _with(family, {**labels, "reason": "capacity"}, num_waiting)
+
+
+def _loras(found: Mapping[str, Any]) -> Metric:
+    """What routers read to send a request where its adapter is in use; the newest value counts."""
+    labels = {
+        "max_lora": str(found["slots"]),
+        "running_lora_adapters": ",".join(found["running"]),
+        "waiting_lora_adapters": ",".join(found["waiting"]),
+    }
+    family = GaugeMetricFamily(
+        "vllm:lora_requests_info", "Adapters in use, and when.", labels=list(labels)
+    )
+    return _with(family, labels, time.time())
 
 
 def _with(family: Any, labels: Mapping[str, str], value: float) -> Metric:

@@ -227,7 +227,7 @@ def test_metrics_are_prometheus(served, client):
     assert "/v1/chat/completions" in answered
 
 
-def test_the_dashboard_asks_for_metrics_that_are_there(served):
+def test_the_dashboard_and_the_manifests_ask_for_metrics_that_are_there(served):
     from prometheus_client.parser import text_string_to_metric_families
 
     text = served.http.get("/metrics").text
@@ -240,6 +240,12 @@ def test_the_dashboard_asks_for_metrics_that_are_there(served):
     asked = [target["expr"] for panel in panels for target in panel["targets"]]
     names = {name for expr in asked for name in re.findall(r"(?:vllm|rooflax):\w+", expr)}
     assert len(panels) >= 12 and len(names) >= 20
+    names |= {
+        name
+        for path in (ROOT / "deploy" / "kubernetes").glob("*.yaml")
+        for name in re.findall(r"(?:vllm|rooflax):[a-z]\w+", path.read_text(encoding="utf-8"))
+    }
+    names -= {"vllm:lora_requests_info"}  # where there are adapters: tests/engine/test_loras.py
     assert names <= set(known), names - set(known)
     for expr in asked:
         labels = set(re.findall(r"by \((\w+)\)", expr)) | set(re.findall(r"(\w+)=\"", expr))

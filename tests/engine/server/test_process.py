@@ -19,6 +19,7 @@ from rooflax.cli.main import main, parser_of
 from rooflax.cli.serve import _warn_of_cache, settings_of, take_variables
 from rooflax.loading.plan import make_plan
 from rooflax.nn.host_memory import _field
+from tests.support.product.manifests import documents
 from tests.support.server.live import wait_for
 
 CHAT = {"messages": [{"role": "user", "content": "Who are you?"}]}
@@ -79,10 +80,16 @@ def test_a_first_token_in_under_a_minute(monkeypatch, tmp_path):
 
 
 def test_c8_it_serves_and_drains_without_cutting_an_answer():
+    """As the probes of deploy/kubernetes see it, from the start to the end of the process."""
+    (pod,) = documents("rooflax.yaml")["Deployment"]["spec"]["template"]["spec"]["containers"]
+    started, ready, alive = (
+        pod[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "readiness", "liveness")
+    )
     server = Process()
     try:
-        assert server.status("/health") in (200, 503)
-        wait_for(lambda: server.status() == 200, 180)
+        assert server.status(started) == 503
+        wait_for(lambda: server.status(started) == 200, 180)
+        assert (server.status(ready), server.status(alive)) == (200, 200)
         text = ""
 
         def read() -> None:
@@ -100,7 +107,12 @@ def test_c8_it_serves_and_drains_without_cutting_an_answer():
         wait_for(lambda: server.roofline() is not None)
         assert 0 < server.roofline() < 2
         assert "rooflax:decode_roofline_ratio{" in httpx.get(f"{server.url}/metrics").text
-        code = server.end(signal.SIGTERM)
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: server.status(ready) == 503)
+        assert server.status(alive) == 200
+        assert httpx.post(f"{server.url}/v1/chat/completions", json=CHAT).status_code == 503
+        assert "[DONE]" not in text
+        code = server.end()
         reader.join(30)
         assert code == 0, server.lines
         assert text.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in text

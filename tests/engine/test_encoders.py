@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from rooflax import LLM, ExecutionOptions, RequestError, UnsupportedModelError, model_info
 from rooflax.errors import CheckpointError
@@ -222,6 +223,18 @@ def test_an_encoder_does_not_generate_and_a_cross_encoder_does_not_embed(embedde
         llm.embed("x")
     with pytest.raises(RequestError, match="without an instruction"):
         llm.rerank("x", ["y"], instruction="be strict")
+
+
+def test_norms_named_as_in_tensorflow_are_read(tmp_path, embedder):
+    old = encoders.write(tmp_path / "old", "bert")
+    tensors = safetensors.numpy.load_file(old / "model.safetensors")
+    spelled = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    for name in list(tensors):
+        for end, other in spelled.items():
+            if name.endswith(end):
+                tensors[name.removesuffix(end) + other] = tensors.pop(name)
+    safetensors.numpy.save_file(tensors, old / "model.safetensors")
+    np.testing.assert_array_equal(LLM(old).embed(TEXTS), LLM(embedder("bert")).embed(TEXTS))
 
 
 def test_an_encoder_without_modules_gives_the_mean(tmp_path, embedder):

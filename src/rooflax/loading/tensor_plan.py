@@ -29,6 +29,8 @@ WAIVED_BUFFERS = re.compile(r"(.*\.)?(attn\.bias|attn\.masked_bias|rotary_emb\.i
 
 NUMBERED = re.compile(r"(?:.*\.)?layers\.(\d{1,5})\..*")
 """Tensors of a layer."""
+OLD_NORMS = {"weight": "gamma", "bias": "beta"}
+"""Names of a LayerNorm's parts in checkpoints that were converted from TensorFlow."""
 NAMED_IN_ERRORS = 10
 
 
@@ -201,6 +203,12 @@ class NameMap:
 
     def find(self, name: str) -> str | None:
         """The name under which a tensor lies in the checkpoint, None if it does not."""
+        body, _, end = name.rpartition(".")
+        if body.endswith("LayerNorm") and end in OLD_NORMS:
+            return self._find(name) or self._find(f"{body}.{OLD_NORMS[end]}")
+        return self._find(name)
+
+    def _find(self, name: str) -> str | None:
         bare = name.removeprefix(self.prefixes[0])
         for prefix in self.prefixes:
             outer = prefix.removesuffix("model.")  # the head is beside the model

@@ -1,7 +1,8 @@
 """Text to token ids and back: a checkpoint's tokenizer, and decoding while tokens arrive.
 
-Reads `tokenizer.json`, or `vocab.json` with `merges.txt` (GPT-2's byte-level BPE), and what
-`tokenizer_config.json` and its neighbours add: special tokens, BOS and EOS, chat templates.
+Reads `tokenizer.json`, `vocab.json` with `merges.txt` (GPT-2's byte-level BPE) or `vocab.txt`
+(BERT's), and what `tokenizer_config.json` and its neighbours add: special tokens, BOS and EOS, chat
+templates.
 Or takes the tokenizer out of a GGUF file. It does not render chat templates and knows no model: ids
 go out, ids come in.
 """
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from rooflax.errors import CheckpointError, RequestError
 from rooflax.loading.gguf import GGUFFile, open_gguf
@@ -65,7 +66,8 @@ class Tokenizer:
         vocab_size: the highest id plus one, added tokens included.
 
     Args:
-        folder: holds `tokenizer.json`, or `vocab.json` and `merges.txt`; or a GGUF file.
+        folder: holds `tokenizer.json`, or `vocab.json` and `merges.txt`, or `vocab.txt`; or a
+            GGUF file.
 
     Raises:
         CheckpointError: files are missing or malformed.
@@ -366,15 +368,21 @@ def _read_folder(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], di
 
 def _load_backend(folder: Path) -> tokenizers.Tokenizer:
     path, vocab, merges = (folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
+    words = folder / "vocab.txt"
     if not path.is_file() and vocab.is_file() and merges.is_file():
         path = vocab
+    if not path.is_file() and words.is_file():
+        path = words
     if not path.is_file():
         raise CheckpointError(
-            f"{folder} has no tokenizer: it needs tokenizer.json, or vocab.json and merges.txt"
+            f"{folder} has no tokenizer: it needs tokenizer.json, or vocab.json and merges.txt, or "
+            f"vocab.txt"
         )
     with _library(f"{path} is not a tokenizer that can be read"):
         if path == vocab:
             return _gpt2_backend(vocab, merges)
+        if path == words:
+            return _bert_backend(words, read_json_object(folder / "tokenizer_config.json"))
         data = read_file(path, MAX_TOKENIZER_BYTES) or b""
         # Added tokens pass through the normalizer while the file is read.
         _check_growth(path, "normalizer", _normalizers(data))
@@ -470,6 +478,41 @@ def _gpt2_backend(vocab: Path, merges: Path) -> tokenizers.Tokenizer:
     # GPT-2's only special token; its vocabulary file has it, files of its kin may not.
     if backend.token_to_id("<|endoftext|>") is not None:
         backend.add_special_tokens([AddedToken("<|endoftext|>", special=True, normalized=False)])
+    return backend
+
+
+BERT_TOKENS = {
+    "unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]", "cls_token": "[CLS]",
+    "mask_token": "[MASK]",
+}  # fmt: skip
+
+
+def _bert_backend(vocab: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
+    """BERT's WordPiece of a vocab.txt, a token a line, as transformers' BertTokenizer."""
+    lines = (read_file(vocab, MAX_TOKENIZER_BYTES) or b"").decode("utf-8").split("\n")
+    ids = {line.rstrip("\r"): i for i, line in enumerate(lines) if line or i + 1 < len(lines)}
+    names = {role: _text_of(config.get(role)) or text for role, text in BERT_TOKENS.items()}
+    missing = [names[role] for role in ("unk_token", "sep_token", "cls_token")
+               if names[role] not in ids]  # fmt: skip
+    if missing:
+        raise CheckpointError(f"{vocab} lacks the token {missing[0]!r:.80}.")
+    backend = tokenizers.Tokenizer(models.WordPiece(ids, unk_token=names["unk_token"]))
+    backend.normalizer = normalizers.BertNormalizer(
+        handle_chinese_chars=config.get("tokenize_chinese_chars", True) is not False,
+        strip_accents=config.get("strip_accents"),
+        lowercase=config.get("do_lower_case", True) is not False,
+    )
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    first, last = names["cls_token"], names["sep_token"]
+    backend.post_processor = processors.TemplateProcessing(
+        single=[f"{first}:0", "$A:0", f"{last}:0"],
+        pair=[f"{first}:0", "$A:0", f"{last}:0", "$B:1", f"{last}:1"],
+        special_tokens=[(text, ids[text]) for text in (first, last)],
+    )
+    special = [AddedToken(text, special=True, normalized=False)
+               for text in names.values() if text in ids]  # fmt: skip
+    backend.add_special_tokens(special)
     return backend
 
 

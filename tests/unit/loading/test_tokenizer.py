@@ -15,7 +15,7 @@ from rooflax.loading.gguf_tokenizer import PRE_TOKENIZERS
 from rooflax.loading.incremental import spelled_bytes
 from rooflax.loading.model_info import embedded_folder
 from rooflax.loading.tokenizer import IncrementalDecoder, Tokenizer
-from tests import tokenizer_cases
+from tests import goldens, tokenizer_cases
 
 KINDS = ["gpt2", "gpt_oss", "llama2", "llama3", "qwen"]
 TEXTS = [
@@ -120,6 +120,45 @@ def test_u9_u10_ids_equal_those_of_transformers(write_folder, tmp_path, kind, ad
     assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id)
     assert ours.special_tokens == dict(theirs.special_tokens_map)
     assert ours.vocab_size == len(theirs)
+
+
+WORDS = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    "the",
+    "cafe",
+    "Cafe",
+    "un",
+    "##able",
+    "##s",
+    "!",
+    "中",
+]
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    "config", [{}, {"do_lower_case": False}, {"do_lower_case": False, "strip_accents": True}]
+)
+def test_a_vocab_txt_gives_berts_ids(tmp_path, config):
+    (tmp_path / "vocab.txt").write_text("\n".join(WORDS) + "\n", encoding="utf-8")
+    stated = {"tokenizer_class": "BertTokenizer"} | config
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(stated))
+    ours = Tokenizer(tmp_path)
+    assert ours.encode("unables!中") == [2, 8, 9, 10, 11, 12, 3]
+    assert ours.encode("[CLS] xyz [MASK]", add_special_tokens=False) == [2, 1, 4]
+    cafe = 6 if not config else 7 if config.get("strip_accents") else 1
+    assert ours.encode("The Café")[2] == cafe
+    if goldens.HAVE_TORCH:
+        theirs = auto_tokenizer(tmp_path)
+        for text in ("The Café unables!", "中the [SEP] x", "\x00 un\tthe"):
+            assert ours.encode(text) == theirs(text)["input_ids"], text
+    (tmp_path / "vocab.txt").write_text("the\n[UNK]\n[CLS]\n")
+    with pytest.raises(CheckpointError, match=r"lacks the token '\[SEP\]'"):
+        Tokenizer(tmp_path)
 
 
 @pytest.mark.filterwarnings("default")

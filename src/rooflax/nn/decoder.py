@@ -154,7 +154,7 @@ class Decoder:
 
     @property
     def per_layer(self) -> PerLayer | None:
-        """What tokens say to each layer; None is nothing."""
+        """Per-layer embeddings, of models that have them."""
         return self.layers[0].per_layer if self.layers else None
 
     @cached_property
@@ -321,19 +321,22 @@ class Decoder:
             x = x + weights["token_type"].at[types].get(mode="clip").astype(x.dtype)
         if self.embed_norm:
             x = context.norm(x, self.embed_norm.of(weights, "embed_norm"))
-        given = None
+        per_layer_input = None
         if self.per_layer:
-            given = self.per_layer.of_tokens(weights, tokens, x, context)
+            per_layer_input = self.per_layer.of_tokens(weights, tokens, x, context)
         kinds = {layer: partial(layer, context=context) for layer in self.layers}
         layers = tuple(kinds[layer] for layer in self.layers)
-        how = {
-            "given": given,
-            "groups": self.groups,
-            "options": options,
-            "shards": shards,
-            "remat": remat,
-        }
-        return run_layers(layers, weights, x, batch, cache, **how)
+        return run_layers(
+            layers,
+            weights,
+            (x, cache),
+            batch,
+            groups=self.groups,
+            options=options,
+            shards=shards,
+            remat=remat,
+            per_layer_input=per_layer_input,
+        )
 
     def final_hidden(
         self,

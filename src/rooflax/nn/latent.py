@@ -15,7 +15,8 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from rooflax.nn.layers import Attend, LayerWeights
+from rooflax.nn.layer_memory import LayerMemory, LayerPools
+from rooflax.nn.layers import LayerWeights
 from rooflax.nn.parts import ATTENTION
 from rooflax.nn.rope import Rope
 from rooflax.nn.weights import QKV, Flat, HeadPart, Linear, Reordered, WeightLine
@@ -141,7 +142,9 @@ class LatentAttention:
             lines["attn.o_bias"] = WeightLine("hidden", f"{output}.bias", init="zeros")
         return lines
 
-    def __call__(self, w: LayerWeights, x: Hidden, attend: Attend, context: Context) -> Hidden:
+    def __call__(
+        self, w: LayerWeights, x: Hidden, memory: LayerMemory, context: Context
+    ) -> tuple[Hidden, LayerPools | None]:
         norm = self.wiring.prologue(self.norm, "attn", w)
         cos, sin, _ = context.rope[self.rope, self.rope_dim]
         q = self._queries(w, x, norm, context)
@@ -150,12 +153,12 @@ class LatentAttention:
         c = context.norm(key[..., : self.rank], Norm(w["attn.kv_norm"], eps=EPS))
         r = apply_rope(key[..., self.rank :], cos, sin)
         q = jnp.concatenate((self._by_head(q, w["attn.k_b"], context), p), axis=-1)
-        h = attend(q, jnp.concatenate((c, r), axis=-1), None, scale=self.scale)
+        h, pools = memory.attend(q, jnp.concatenate((c, r), axis=-1), None, scale=self.scale)
         h = self._by_head(h[..., : self.rank], w["attn.v_b"], context)
         o_bias = context.on_one_shard(w.get("attn.o_bias"))
         residual = context.on_one_shard(self.wiring.residual(x))
         h = context.linear(h, w["attn.o"], o_bias, contract=2, residual=residual)
-        return self.wiring.joined(x, context.all_reduce(h), self.norm, "attn", w, context)
+        return self.wiring.joined(x, context.all_reduce(h), self.norm, "attn", w, context), pools
 
     def _queries(
         self, w: LayerWeights, x: Hidden, norm: Norm | None, context: Context

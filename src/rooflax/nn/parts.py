@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from rooflax.nn import mesh
-from rooflax.nn.layers import Attend, LayerWeights
+from rooflax.nn.layer_memory import LayerMemory, LayerPools
+from rooflax.nn.layers import LayerWeights
 from rooflax.nn.per_layer import PerLayer
 from rooflax.nn.rope import Rope
 from rooflax.nn.weights import (
@@ -171,7 +172,9 @@ class Attention:
         """What has norms with weights."""
         return "q" if self.reuses_kv else "qk"
 
-    def __call__(self, w: LayerWeights, x: Hidden, attend: Attend, context: Context) -> Hidden:
+    def __call__(
+        self, w: LayerWeights, x: Hidden, memory: LayerMemory, context: Context
+    ) -> tuple[Hidden, LayerPools | None]:
         key, num_kv = self.key, len(self.projected) - 1
         line, norm = f"{key}.{self.projected}", self.wiring.prologue(self.norm, key, w)
         qkv = context.linear(x, w[line], w.get(f"{line}_bias"), prologue=norm)
@@ -191,7 +194,7 @@ class Attention:
                 v = context.norm(v, Norm(jnp.ones(self.head_dim), eps=self.qk_norm or 0.0))
             k, v = k[:, :, :, 0], v[:, :, :, 0]
         scale, sinks = self.scale or self.head_dim**-0.5, w.get(f"{key}.sinks")
-        h = attend(
+        h, pools = memory.attend(
             q,
             k,
             v,
@@ -207,7 +210,7 @@ class Attention:
         o_bias = context.on_one_shard(w.get(f"{key}.o_bias"))
         residual = context.on_one_shard(self.wiring.residual(x))
         h = context.linear(h, w[f"{key}.o"], o_bias, contract=2, residual=residual)
-        return self.wiring.joined(x, context.all_reduce(h), self.norm, key, w, context)
+        return self.wiring.joined(x, context.all_reduce(h), self.norm, key, w, context), pools
 
     def _projection(self, w: LayerWeights, qkv: Array, context: Context) -> Projected | None:
         """What becomes of the projection's result, unless more does than that can say."""
@@ -554,16 +557,13 @@ class Layer:
         self,
         w: LayerWeights,
         x: Hidden,
+        memory: LayerMemory,
         *,
-        attend: Attend,
         context: Context,
-        given: Float[Array, "B T width"] | None = None,
-    ) -> Hidden:
-        """
-        Args:
-            given: of `per_layer`, what it says of each token here.
-        """
-        y = self.attention(w, x, attend, context)
+        per_layer_input: Float[Array, "B T width"] | None = None,
+    ) -> tuple[Hidden, LayerPools | None]:
+        """The layer's output and its pools with the new tokens' K and V, or states."""
+        y, pools = self.attention(w, x, memory, context)
         if self.parallel:
             assert isinstance(self.mlp, Mlp)
             norm = self.attention.norm.of(w, f"{self.attention.key}.norm")
@@ -571,8 +571,8 @@ class Layer:
         else:
             y = self.mlp(w, y, context)
         if self.per_layer:
-            assert given is not None
-            y = self.per_layer.added(w, y, given, context)
-        if not self.scaled:
-            return y
-        return (y.astype(jnp.float32) * taken(w["scale"])[0]).astype(y.dtype)
+            assert per_layer_input is not None
+            y = self.per_layer.added(w, y, per_layer_input, context)
+        if self.scaled:
+            y = (y.astype(jnp.float32) * taken(w["scale"])[0]).astype(y.dtype)
+        return y, pools

@@ -73,29 +73,30 @@ class PerLayer:
         x: Hidden,
         context: Context,
     ) -> Float[Array, "depth B T width"]:
-        """What the tokens say to each layer.
+        """Each layer's input from its own embedding of the tokens.
 
         Args:
-            x: their embeddings.
+            x: the tokens' embeddings.
         """
         how = {"num_rows": context.num_tokens, "kernels": context.options.kernels}
         table = weights["per_layer.embed"]
-        said = mesh.embed(table, tokens, context.shards, dtype="float32", **how)
-        said = said.reshape(*tokens.shape, self.num_layers, self.width) * math.sqrt(self.width)
-        seen = context.linear(x, weights["per_layer.projection"]) * x.shape[-1] ** -0.5
-        seen = context.norm(seen.astype(jnp.float32), self.norm.of(weights, "per_layer.norm"))
-        return jnp.moveaxis(((said + seen) * 2**-0.5).astype(x.dtype), 2, 0)
+        rows = mesh.embed(table, tokens, context.shards, dtype="float32", **how)
+        rows = rows.reshape(*tokens.shape, self.num_layers, self.width) * math.sqrt(self.width)
+        projected = context.linear(x, weights["per_layer.projection"]) * x.shape[-1] ** -0.5
+        norm = self.norm.of(weights, "per_layer.norm")
+        projected = context.norm(projected.astype(jnp.float32), norm)
+        return jnp.moveaxis(((rows + projected) * 2**-0.5).astype(x.dtype), 2, 0)
 
     def added(
-        self, w: LayerWeights, y: Hidden, given: Float[Array, "B T width"], context: Context
+        self, w: LayerWeights, y: Hidden, layer_input: Float[Array, "B T width"], context: Context
     ) -> Hidden:
-        """A layer's result with what the tokens say to it.
+        """A layer's result with the gated input of its tokens added.
 
         Args:
-            given: this layer's of `of_tokens`.
+            layer_input: this layer's of `of_tokens`.
         """
         gate = context.linear(y, w["per_layer.gate"])
-        pair = jnp.stack((gate, given), axis=-2)
+        pair = jnp.stack((gate, layer_input), axis=-2)
         activation = Activation(self.activation, gated=True)
         h = context.linear(pair, w["per_layer.up"], prologue=activation)
         return y + context.norm(h, self.norm.of(w, "per_layer.norm"))

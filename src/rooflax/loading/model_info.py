@@ -101,10 +101,10 @@ class ModelInfo:
     ) -> WeightReader:
         """Reads the weights of the checkpoint; the arguments of `WeightReader`."""
         prequantized = self.prequantized() if storage.prequantized else None
-        own = prequantized.tensors if isinstance(prequantized, PackedWeights) else {}
+        packed = prequantized.tensors if isinstance(prequantized, PackedWeights) else {}
         return WeightReader(
             self.weights(), self.family, self.config, storage=storage, check=check, place=place,
-            prequantized=prequantized, own=own,
+            prequantized=prequantized, packed=packed,
         )  # fmt: skip
 
     def generation_defaults(self, tokenizer: Tokenizer | None = None) -> GenerationDefaults:

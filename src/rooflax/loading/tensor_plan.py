@@ -38,16 +38,16 @@ class TensorPlan:
     """Which tensors each slot is made of, checked before the first one is read."""
 
     def __init__(
-        self, source: Source, name: str, config: Decoder, own: Mapping[str, tuple[str, ...]]
+        self, source: Source, name: str, config: Decoder, packed: Mapping[str, tuple[str, ...]]
     ):
-        self.source, self.sizes, self.own = source, config.axis_sizes, own
+        self.source, self.sizes, self.packed = source, config.axis_sizes, packed
         self.names = NameMap(set(source.names()), family(name))
         self.slots = [self._placed(slot) for slot in config.slots()]
         self._check(config)
 
     def _placed(self, slot: Slot) -> Slot:
         """The slot with the tensors that the checkpoint has of it, or most of."""
-        if slot.line.other is None or slot.name in self.own:
+        if slot.line.other is None or slot.name in self.packed:
             return slot
 
         def share(slot: Slot) -> float:
@@ -96,7 +96,7 @@ class TensorPlan:
 
     def _tensors(self, slot: Slot) -> list[str]:
         found = [stored for hf in self._found(slot) for stored in self.names.stored(hf)]
-        return [*self.own.get(slot.name, ()), *found]
+        return [*self.packed.get(slot.name, ()), *found]
 
     def is_mxfp4(self, slot: Slot) -> bool:
         """Whether a slot's tensors are MXFP4 halves in the checkpoint."""
@@ -145,9 +145,9 @@ class TensorPlan:
 
     def _check(self, config: Decoder) -> None:
         missing, mistyped, misshapen = [], [], []
-        used = {name for names in self.own.values() for name in names}
+        used = {name for names in self.packed.values() for name in names}
         for slot in self.slots:
-            if slot.name in self.own:
+            if slot.name in self.packed:
                 continue
             for hf, wanted in zip(slot.hf_names, slot.line.hf_shapes(self.sizes), strict=True):
                 found = self.names.find(hf)

@@ -74,8 +74,8 @@ class _Inbox:
         self._has_some.clear()
         self._has_end.clear()
         self._taken_s = self.loop.time()
-        found, self._pending = list(self._pending.values()), {}
-        return found
+        deltas, self._pending = list(self._pending.values()), {}
+        return deltas
 
 
 @takes(ServingSettings)
@@ -229,8 +229,8 @@ class AsyncLLM:
         check_not_forked()
         if self._pooler is not None:
             raise RequestError(f"{self.llm.info.name} embeds texts or scores them; it writes none.")
-        (given,) = as_params(params, 1, sampling)
-        samples = await self._samples(prompt, given, cache_salt, self._adapter(lora))
+        (one_params,) = as_params(params, 1, sampling)
+        samples = await self._samples(prompt, one_params, cache_salt, self._adapter(lora))
         if decoders is not None:
             for sample in samples:
                 sample.decoder = decoders(sample.sequence.sample_index)
@@ -267,9 +267,9 @@ class AsyncLLM:
             ids = processor.prompt_ids(prompt)
         while not processor.grammars.has(params):
             with processor.grammars.compiling(self._compiler, params) as compiled:
-                found = asyncio.wrap_future(compiled)
-                found.add_done_callback(_seen)  # even where nobody waits any more
-                await asyncio.shield(found)  # others may wait for it too
+                waiting = asyncio.wrap_future(compiled)
+                waiting.add_done_callback(_seen)  # even where nobody waits any more
+                await asyncio.shield(waiting)  # others may wait for it too
         return processor.samples(0, ids, params, cache_salt, adapter)
 
     async def embed(
@@ -293,8 +293,8 @@ class AsyncLLM:
         embedder.check_dimensions(dimensions)
 
         def encoded() -> list[list[int]]:
-            how = prompt_name, prompt, truncate_prompt_tokens
-            return [embedder.text_ids(text, *how) for text in as_prompts(texts)]
+            options = prompt_name, prompt, truncate_prompt_tokens
+            return [embedder.text_ids(text, *options) for text in as_prompts(texts)]
 
         done = await self.pool(await self._in_thread(encoded), cache_salt=cache_salt)
         return embedder.vectors(done, dimensions, normalize)
@@ -317,8 +317,8 @@ class AsyncLLM:
         self._check_pools(embedder.pooler(scores=True))
 
         def encoded() -> list[list[int]]:
-            how = instruction, truncate_prompt_tokens
-            return [embedder.pair_ids(query, document, *how) for document in documents]
+            options = instruction, truncate_prompt_tokens
+            return [embedder.pair_ids(query, document, *options) for document in documents]
 
         done = await self.pool(await self._in_thread(encoded), cache_salt=cache_salt)
         return embedder.scores(done)
@@ -384,8 +384,8 @@ class AsyncLLM:
     ) -> list[Completion]:
         """A prompt's `n` completions."""
         done: dict[int, Completion] = {}
-        how: dict[str, Any] = {"cache_salt": cache_salt, "lora": lora, **sampling}
-        async for delta in self.stream(prompt, params, **how):
+        options: dict[str, Any] = {"cache_salt": cache_salt, "lora": lora, **sampling}
+        async for delta in self.stream(prompt, params, **options):
             if delta.completion is not None:
                 done[delta.index] = delta.completion
         return [done[index] for index in sorted(done)]

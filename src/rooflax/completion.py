@@ -124,9 +124,9 @@ class Sample:
                 self.text += self.decoder.push(token)
             if is_last:
                 self.text += self.decoder.flush(is_cut=reason != "stop")
-            found = self._stop_string(before)
-            if found is not None:
-                (cut, stop_reason), reason = found, "stop"
+            stop_match = self._stop_string(before)
+            if stop_match is not None:
+                (cut, stop_reason), reason = stop_match, "stop"
                 self.text = self.text[:cut]
                 break
             if is_last and reason == "stop" and token in sequence.params.stop_token_ids:
@@ -166,8 +166,8 @@ class Sample:
         params = self.sequence.params
         if len(self.tokens) < params.min_tokens:
             return None
-        found = [(self.text.find(s, max(0, before - len(s) + 1)), s) for s in params.stop]
-        return min((pair for pair in found if pair[0] >= 0), default=None)
+        places = [(self.text.find(s, max(0, before - len(s) + 1)), s) for s in params.stop]
+        return min((pair for pair in places if pair[0] >= 0), default=None)
 
     def _safe_length(self) -> int:
         """Text that no stop string, begun at its end, could still cut."""

@@ -230,8 +230,8 @@ class Embedder:
         Raises:
             RequestError: a vector cannot be cut to so many.
         """
-        given = dimensions is not None
-        if given and not (is_whole(dimensions) and 1 <= dimensions <= self.size):
+        is_cut = dimensions is not None
+        if is_cut and not (is_whole(dimensions) and 1 <= dimensions <= self.size):
             raise RequestError(
                 f"dimensions is {dimensions!r:.40}; it must be from 1 to {self.size}.",
                 param="dimensions",
@@ -253,21 +253,23 @@ class Embedder:
         if not done:
             return np.zeros((0, dimensions or self.size), np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
-            found = self.pooling.finish(_rows(done))[:, :dimensions]
-        if not np.isfinite(found).all():
+            pooled = self.pooling.finish(_rows(done))[:, :dimensions]
+        if not np.isfinite(pooled).all():
             raise EngineError(NOT_FINITE)
         if self.pooling.normalizes if normalize is None else normalize:
-            found = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
-        return found
+            pooled = pooled / np.maximum(np.linalg.norm(pooled, axis=1, keepdims=True), 1e-12)
+        return pooled
 
     def scores(self, done: Sequence[EngineSequence]) -> list[float]:
         """Probabilities of the first token against the second, or what a score head gives."""
         if done and self.pooling is not None and self.pooling.has_head:
             with np.errstate(over="ignore", invalid="ignore"):
-                found = ACTIVATIONS[self.pooling.activation](self.pooling.finish(_rows(done))[:, 0])
-            if not np.isfinite(found).all():
+                scored = ACTIVATIONS[self.pooling.activation](
+                    self.pooling.finish(_rows(done))[:, 0]
+                )
+            if not np.isfinite(scored).all():
                 raise EngineError(NOT_FINITE)
-            return [float(score) for score in found]
+            return [float(score) for score in scored]
         logits = _rows(done).astype(np.float64) if done else ()
         return [float(1 / (1 + np.exp(no - yes))) for yes, no in logits]
 

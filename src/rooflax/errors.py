@@ -71,14 +71,14 @@ def first_line(error: BaseException) -> str:
     return line.rpartition("Error dispatching computation: ")[2].strip() or type(error).__name__
 
 
-def did_you_mean(given: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """ " (did you mean X?)" where one is close, and nothing where none is."""
-    if len(given) > MAX_MEANT:
+    if len(name) > MAX_MEANT:
         return ""
-    known, other = list(known), OTHER_NAMES.get(given)
+    known, other = list(known), OTHER_NAMES.get(name)
     if other in known:
         return f" (did you mean {other}?)"
     import difflib  # most commands end without it
 
-    close = difflib.get_close_matches(given, known, n=1, cutoff=0.7)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     return f" (did you mean {close[0]}?)" if close else ""

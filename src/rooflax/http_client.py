@@ -154,11 +154,11 @@ class Connection(asyncio.Protocol):
         """
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(CONNECT_S):
-            _, found = await loop.create_connection(
+            _, connection = await loop.create_connection(
                 Connection, address or server.host, server.port, ssl=server.is_tls or None,
                 server_hostname=server.host if server.is_tls else None,
             )  # fmt: skip
-        return found
+        return connection
 
     def connection_made(self, transport: Any) -> None:
         self._transport, self.is_open = transport, True
@@ -335,11 +335,11 @@ class Chunks:
         Raises:
             BadAnswer: a chunk's size is none.
         """
-        found, at = [], 0
+        chunks, at = [], 0
         while at < len(data) and not self.is_whole:
             if self._left:
                 taken = min(self._left, len(data) - at)
-                found.append(data[at : at + max(0, min(self._left - 2, taken))])
+                chunks.append(data[at : at + max(0, min(self._left - 2, taken))])
                 self._left, at = self._left - taken, at + taken
                 continue
             end = data.find(b"\n", at) + 1
@@ -350,7 +350,7 @@ class Chunks:
             if end:
                 self._begin(self._line.strip())
                 self._line = b""
-        return b"".join(found)
+        return b"".join(chunks)
 
     def _begin(self, line: bytes) -> None:
         if self._is_last:
@@ -379,11 +379,11 @@ def too_long(status: int) -> BadAnswer:
 def _head(text: bytes) -> tuple[int, dict[str, str]]:
     """Status and headers of an answer."""
     first, *lines = text.decode("latin-1").split("\r\n")
-    found = re.match("HTTP/[0-9.]+ ([0-9]{3})(?![0-9])", first)
-    if found is None:
+    match = re.match("HTTP/[0-9.]+ ([0-9]{3})(?![0-9])", first)
+    if match is None:
         raise BadAnswer("the server's answer is not HTTP")
     pairs = (line.partition(":") for line in lines)
-    return int(found[1]), {name.strip().lower(): value.strip() for name, _, value in pairs}
+    return int(match[1]), {name.strip().lower(): value.strip() for name, _, value in pairs}
 
 
 def event(data: str | bytes) -> dict[str, Any]:
@@ -393,10 +393,10 @@ def event(data: str | bytes) -> dict[str, Any]:
         BadAnswer: it is no JSON object.
     """
     try:
-        found = json.loads(data)
+        parsed = json.loads(data)
     except (ValueError, RecursionError):
-        found = ""
-    return _checked(found, dict, "a JSON object")
+        parsed = ""
+    return _checked(parsed, dict, "a JSON object")
 
 
 def choices(event: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -405,8 +405,8 @@ def choices(event: Mapping[str, Any]) -> list[dict[str, Any]]:
     Raises:
         BadAnswer: they are no objects.
     """
-    found = _checked(event.get("choices", []), list, "a list of choices")
-    return [_checked(one, dict, "a list of choices") for one in found]
+    listed = _checked(event.get("choices", []), list, "a list of choices")
+    return [_checked(one, dict, "a list of choices") for one in listed]
 
 
 def part(fields: Mapping[str, Any], name: str, kind: type[Any] = str) -> Any:

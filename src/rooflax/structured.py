@@ -304,15 +304,15 @@ class _Vocabulary:
 
     def _cut(self, text: bytes) -> list[int]:
         """The longest token that fits, again and again; for text that the tokenizer rewrites."""
-        found, at = [], 0
+        ids, at = [], 0
         while at < len(text):
             sizes = range(min(self._longest, len(text) - at), 0, -1)
             size = next((n for n in sizes if text[at : at + n] in self._ids), None)
             if size is None:
                 break
-            found.append(self._ids[text[at : at + size]])
+            ids.append(self._ids[text[at : at + size]])
             at += size
-        return found
+        return ids
 
 
 def faults(grammars: Sequence[str]) -> list[str]:
@@ -342,9 +342,9 @@ def _try_apart(kind: str, texts: Sequence[str]) -> list[str]:
     Raises:
         RequestError: compiling goes beyond its limits of time, memory and depth.
     """
-    given = json.dumps({"kind": kind, "texts": texts})
+    request = json.dumps({"kind": kind, "texts": texts})
     try:
-        done = processes.run("rooflax.grammar_probe", given=given, timeout_s=COMPILE_S)
+        done = processes.run("rooflax.grammar_probe", stdin=request, timeout_s=COMPILE_S)
     except processes.TimeoutExpired:
         raise RequestError(
             f"{kind} takes more than {COMPILE_S:g} s to compile; make it simpler."

@@ -82,10 +82,10 @@ def comparable(work: Workload, resolved: Precision) -> Workload:
     Args:
         resolved: the precision that the work's model is planned with.
     """
-    given = work.precision
-    if given.kv_dtype is not None or resolved.kv_dtype == resolved.dtype:
+    precision = work.precision
+    if precision.kv_dtype is not None or resolved.kv_dtype == resolved.dtype:
         return work
-    return replace(work, precision=replace(given, kv_dtype=resolved.dtype))
+    return replace(work, precision=replace(precision, kv_dtype=resolved.dtype))
 
 
 def ablation(work: Workload, config: Decoder, kernels: dict[str, str]) -> list[Row]:

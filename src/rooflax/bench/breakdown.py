@@ -62,7 +62,7 @@ def breakdown(work: Workload, folder: str | None = None) -> dict[str, Any]:
         with jax.profiler.trace(where):
             timeline = bench.run()
         events = list(_events(_newest_trace(Path(where))))
-    table = {f"{module}/{n}": part for module, found in parts.items() for n, part in found.items()}
+    table = {f"{module}/{n}": part for module, named in parts.items() for n, part in named.items()}
     mine = [
         event._replace(instruction=f"{event.module}/{event.instruction}")
         for event in events
@@ -109,7 +109,7 @@ def instruction_parts(program: str) -> dict[str, str | None]:
     XLA forgets where a matmul came from when it reshapes its operands; attention's are batched
     and keep their names, so a nameless one is a weight's.
     """
-    found: dict[str, str | None] = {}
+    part_of: dict[str, str | None] = {}
     for line in program.splitlines():
         match = _INSTRUCTION.match(line)
         if match is None:
@@ -121,8 +121,8 @@ def instruction_parts(program: str) -> dict[str, str | None]:
         if inside[:1] in (["matmuls"], ["experts"]) and "norms" in inside:  # a matmul's prologue
             inside = ["norms"]
         part = inside[0] if inside else nameless
-        found[match["name"]] = None if match["opcode"] in CONTAINERS else part
-    return found
+        part_of[match["name"]] = None if match["opcode"] in CONTAINERS else part
+    return part_of
 
 
 def shares(events: list[Event], parts: dict[str, str | None], seconds: float) -> dict[str, float]:
@@ -142,8 +142,8 @@ def shares(events: list[Event], parts: dict[str, str | None], seconds: float) ->
     if total == 0:
         raise EngineError("the trace holds no event of the programs that ran")
     busy = min(1.0, covered((e.start_ns, e.end_ns) for e in leaves) / 1e9 / seconds)
-    found = {part: busy * time / total for part, time in spent.items()}
-    return found | {DISPATCH: 1.0 - busy}
+    share_of = {part: busy * time / total for part, time in spent.items()}
+    return share_of | {DISPATCH: 1.0 - busy}
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:

@@ -82,9 +82,9 @@ def ceiling_reader(working_set: int, multiplied: str) -> Callable[[], Ceiling]:
 
 def num_threads() -> int:
     """Threads that XLA's CPU client uses: PJRT_NPROC, else the affinity mask."""
-    given = os.environ.get("PJRT_NPROC", "")
-    if given.isdigit() and int(given) > 0:
-        return int(given)
+    stated = os.environ.get("PJRT_NPROC", "")
+    if stated.isdigit() and int(stated) > 0:
+        return int(stated)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

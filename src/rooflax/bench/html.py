@@ -146,8 +146,8 @@ def _plots(drawn: Sequence[Plot]) -> str:
     return '<div class="plots">\n' + "\n".join(figures) + "\n</div>"
 
 
-def _environment(found: dict[str, Any]) -> Iterable[tuple[str, str]]:
-    for name, value in found.items():
+def _environment(environment: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    for name, value in environment.items():
         if name.endswith("_bytes"):
             yield name.removesuffix("_bytes").replace("_", " "), _size(value)
         elif value != "":

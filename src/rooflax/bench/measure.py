@@ -123,10 +123,10 @@ class Bench:
 
     def of_batch(self, batch: int) -> Bench:
         """The same with fewer prompts, over the same weights."""
-        found = copy(self)
-        found.work = replace(self.work, batch=batch)
-        found._prepare()
-        return found
+        changed = copy(self)
+        changed.work = replace(self.work, batch=batch)
+        changed._prepare()
+        return changed
 
     @property
     def num_devices(self) -> int:
@@ -229,9 +229,9 @@ def warnings_of(
     trials: list[Trial], void: list[Trial], before: dict[str, Any], after: dict[str, Any]
 ) -> list[str]:
     """What is doubtful about the figures, each as one sentence."""
-    found = []
+    warnings = []
     if void:
-        found.append(
+        warnings.append(
             f"{len(void)} trials were void and taken again: something compiled while the clock ran"
         )
     speeds = {
@@ -242,7 +242,7 @@ def warnings_of(
     if noise:
         load, clock = (f"{before[k]} -> {after[k]}" for k in ("load_average", "clock_mhz"))
         noise.append(f"over the trials, load average {load}, clock {clock} MHz")
-    return found + noise
+    return warnings + noise
 
 
 def figures(

@@ -198,7 +198,7 @@ def _roofline(document: dict[str, Any], names: Sequence[str]) -> Any:
     results, roofline = document["results"], document["roofline"]
     read, multiply = roofline["read_gb_per_s"] * 1e9, roofline["flops_per_s"]
     points = {phase: [_point(row, phase) for row in results] for phase in MARKERS}
-    every = [point for found in points.values() for point in found]
+    every = [point for of_series in points.values() for point in of_series]
     low = min(x for x, _ in every) / 3
     high = 4 * max(multiply / read, *(x for x, _ in every))
     figure, axes = _figure(HEIGHT + 0.4)

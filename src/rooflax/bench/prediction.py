@@ -71,8 +71,8 @@ def fit(points: Sequence[Mapping[str, Any]]) -> Fit | None:
     for point in points:
         others = [other for other in points if other["model"] != point["model"]]
         inverse, layer_s = _solve(others)
-        found = inverse * ideal_of(point) + layer_s * point["layers"]
-        errors.append(abs(point["s"] / found - 1))
+        predicted = inverse * ideal_of(point) + layer_s * point["layers"]
+        errors.append(abs(point["s"] / predicted - 1))
     inverse, layer_s = _solve(points)
     return Fit(1 / inverse, layer_s, max(errors), len({point["model"] for point in points}))
 
@@ -105,11 +105,11 @@ def fitted(kind: str, format: str, config: Decoder) -> Fit | None:
     Args:
         kind: "decode 1", "decode 8" or "prompts 8".
     """
-    own = parameters(config), config.num_layers
+    size = parameters(config), config.num_layers
     return fit([
         point for point in table().get(native.instruction_set(), ())
         if (point["kind"], point["format"]) == (kind, format)
-        and (point["parameters"], point["layers"]) != own
+        and (point["parameters"], point["layers"]) != size
     ])  # fmt: skip
 
 
@@ -142,27 +142,27 @@ def predict(plan: Plan) -> dict[str, Any] | None:
     readings = [read() for _ in range(READINGS)]
     format = format_of(plan.storage.format)
     format = ELSEWHERE.get(format, format)  # the same bytes and, but for a rotation, kernels
-    found: dict[str, Any] = {}
+    by_kind: dict[str, Any] = {}
     least = 0.0  # a step of several rows takes no less than that of one
     for kind, (tokens, cost) in steps.items():
         ideal = float(np.median([ideal_seconds(least_seconds(cost, x, x)) for x in readings]))
         known = fitted(kind, format, config)
         seconds = ideal if known is None else known.seconds(ideal, config.num_layers)
         seconds = least = max(seconds, least)
-        found[kind] = {
+        by_kind[kind] = {
             "tok_per_s": tokens / seconds,
             "error": known and known.error,
             "models": known.models if known else 0,
         }
-    return found
+    return by_kind
 
 
 def summary(plan: Plan) -> str | None:
     """The prediction in a few words; None where nothing is predicted or too little was measured."""
-    found = predict(plan)
-    if found is None or any(one["error"] is None for one in found.values()):
+    prediction = predict(plan)
+    if prediction is None or any(one["error"] is None for one in prediction.values()):
         return None
-    one, several, prompts = (each["tok_per_s"] for each in found.values())
+    one, several, prompts = (each["tok_per_s"] for each in prediction.values())
     return (
         f"about {one:,.0f} tok/s at 1 row, {several:,.0f} at {ROWS} rows, {prompts:,.0f} of prompts"
     )

@@ -57,8 +57,8 @@ class Workload:
 
     def params(self) -> SamplingParams:
         """Greedy, and never ended by an end-of-sequence token."""
-        given = SamplingParams(max_tokens=self.output_tokens, temperature=0, ignore_eos=True)
-        return given.with_defaults({})
+        params = SamplingParams(max_tokens=self.output_tokens, temperature=0, ignore_eos=True)
+        return params.with_defaults({})
 
     def undetermined(self) -> Workload:
         """The same without fixed operations."""

@@ -68,7 +68,7 @@ def add_flags(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Asks what has no answer; exits with 1 where a request failed."""
     for name in ("model", "serve_flags"):
-        if args.url is not None and name in args.given:
+        if args.url is not None and name in args.stated:
             shown = "MODEL" if name == "model" else "--serve-flags"
             raise RequestError(f"--url and {shown} exclude each other; drop one of them")
     requests = read_requests(args.input)
@@ -128,7 +128,7 @@ def read_requests(path: str) -> list[Request]:
     Raises:
         RequestError: naming the line.
     """
-    found: list[Request] = []
+    requests: list[Request] = []
     names = set[str]()
     for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
@@ -144,8 +144,8 @@ def read_requests(path: str) -> list[Request]:
         except RequestError as error:
             raise RequestError(f"Line {number} of {path}: {error}", param="input") from None
         names.add(request.name)
-        found.append(request)
-    return found
+        requests.append(request)
+    return requests
 
 
 def _request(raw: Any) -> Request:
@@ -179,7 +179,7 @@ def answered(path: str) -> set[str]:
     """
     if not Path(path).exists():
         return set()
-    found, kept, before = set[str](), [], read_regular(path)
+    ids, kept, before = set[str](), [], read_regular(path)
     for line in before.splitlines(keepends=True):
         if not line.endswith(b"\n"):
             break
@@ -194,13 +194,13 @@ def answered(path: str) -> set[str]:
                 param="output",
             ) from None
         if not has_failed:
-            found.add(name)
+            ids.add(name)
             kept.append(line)
     after = b"".join(kept)
     if after != before:
         with replacing(path) as file:
             file.write(after)
-    return found
+    return ids
 
 
 def _has_failed(answer: dict[str, Any]) -> bool:

@@ -48,7 +48,7 @@ def add_flags(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     for one, other in (("url", "model"), ("url", "serve_flags"), ("concurrency", "request_rate")):
-        if one in args.given and other in args.given:
+        if one in args.stated and other in args.given:
             names = ["MODEL" if n == "model" else f"--{n.replace('_', '-')}" for n in (one, other)]
             raise RequestError(f"{names[0]} and {names[1]} exclude each other; drop one of them")
     if args.url is None and args.model_name is not None:
@@ -73,12 +73,12 @@ def run(args: argparse.Namespace) -> int:
             own_server(args.model, words_of("--serve-flags", args.serve_flags or ""))
         )
         show(f"{args.requests} requests")
-        found = asyncio.run(_measure(server_at(url, args.api_key), load, args.model_name))
+        result = asyncio.run(_measure(server_at(url, args.api_key), load, args.model_name))
     if args.json:
-        terminal.print_json(found)
+        terminal.print_json(result)
     else:
-        print(terminal.harmless(load_table(found)))
-    return 0 if found["failed"] == 0 else 1
+        print(terminal.harmless(load_table(result)))
+    return 0 if result["failed"] == 0 else 1
 
 
 def server_at(url: str, key: str | None) -> Server:

@@ -191,13 +191,13 @@ def read_history() -> list[str]:
             _replace(b"\n".join(lines))
     except (OSError, RuntimeError):  # or there is no home
         return []
-    found = []
+    history = []
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
             message = json.loads(line)
             if isinstance(message, str):
-                found.append(message)
-    return found
+                history.append(message)
+    return history
 
 
 def keep(message: str) -> None:
@@ -217,6 +217,6 @@ def _replace(data: bytes) -> None:
     os.replace(temporary, history_file())
 
 
-def _private(path: str, how: int) -> Any:
+def _private(path: str, mode: int) -> Any:
     """A file to write that only its owner reads."""
-    return open(os.open(path, os.O_WRONLY | os.O_CREAT | how, 0o600), "wb")
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | mode, 0o600), "wb")

@@ -42,7 +42,7 @@ def check_flags(args: argparse.Namespace) -> None:
         if args.api_key is not None:
             raise RequestError("--api-key is for --url; give that too")
         return
-    for name in args.given:
+    for name in args.stated:
         if name not in MEANT:
             from rooflax.cli.main import parser_of
 
@@ -92,11 +92,11 @@ def run(args: argparse.Namespace, params: SamplingParams, questions: Iterable[st
 def body_of(params: SamplingParams) -> dict[str, Any]:
     """Sampling parameters that differ from their defaults, as fields of a request."""
     plain = SamplingParams()
-    given = {field.name: getattr(params, field.name) for field in fields(params)}
+    values = {field.name: getattr(params, field.name) for field in fields(params)}
     return {
         name: {str(token): bias for token, bias in value.items()} if isinstance(value, dict)
         else value
-        for name, value in given.items() if value != getattr(plain, name)
+        for name, value in values.items() if value != getattr(plain, name)
     }  # fmt: skip
 
 

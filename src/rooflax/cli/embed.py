@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     llm = open_llm(args)
     llm.embedder.pooler()
     llm.embedder.check_dimensions(args.dimensions)
-    how = {"prompt_name": args.prompt_name, "dimensions": args.dimensions}
+    options = {"prompt_name": args.prompt_name, "dimensions": args.dimensions}
     truncate = -1 if args.truncate else None
     size = args.dimensions or llm.embedder.size
     with _output(args, total, size) as (write, done):
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
             terminal.say(f"{finished} of {total} are embedded already")
         while part := list(itertools.islice(texts, AT_ONCE * llm.max_num_seqs)):
             ids = [_encoded(llm, args, text, truncate) for text in part]
-            write([name for _, name, _ in part], llm.embed(ids, **how))
+            write([name for _, name, _ in part], llm.embed(ids, **options))
             finished += len(part)
             if says:
                 terminal.say(f"{finished} of {total} embedded")
@@ -224,15 +224,15 @@ def _open_rows(path: str, force: bool, total: int, size: int) -> Iterator[tuple[
         why = error.strerror
         raise RequestError(f"cannot write {path}: {why}.", param="output") from None
     with file:
-        found = b"" if force else file.read(len(wanted))
-        if found not in (wanted, wanted[: len(found)]):
+        begun = b"" if force else file.read(len(wanted))
+        if begun not in (wanted, wanted[: len(begun)]):
             raise RequestError(
                 f"{path} is no array of {total} x {size} numbers; choose another file, or replace "
                 f"it with --force.",
                 param="output",
             )
         done = 0
-        if found == wanted:
+        if begun == wanted:
             done = min(total, (file.seek(0, 2) - len(wanted)) // (4 * size))
         file.seek(0)
         file.write(wanted)

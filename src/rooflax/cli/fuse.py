@@ -92,8 +92,8 @@ def _check_flags(args: argparse.Namespace) -> None:
                 f"{path} holds a model; give another folder, or replace it with --force."
             )
         return
-    for flag, given in (("--quantize", args.quantize), ("--dtype", "dtype" in args.given)):
-        if given:
+    for flag, is_set in (("--quantize", args.quantize), ("--dtype", "dtype" in args.stated)):
+        if is_set:
             raise RequestError(f"{flag} is given beside --gguf, which says the type; leave it out.")
     if path.is_dir() or path.suffix != ".gguf":
         raise RequestError(f"{path} must be the name of a file that ends in .gguf.")

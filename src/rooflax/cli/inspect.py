@@ -60,13 +60,13 @@ def run(args: argparse.Namespace) -> int:
             info = model_info(args.model, ignore_config_keys=ignored, **where)
         else:
             info = replace(model_info(copy, ignore_config_keys=ignored), name=args.model)
-        found = document(info, args, shards)
+        report = document(info, args, shards)
     if copy is not None and not copy.exists():
-        found["folder"] = None
+        report["folder"] = None
     if args.json:
-        terminal.print_json(found)
+        terminal.print_json(report)
     else:
-        for line in lines(found):
+        for line in lines(report):
             print(line)
     return 0
 
@@ -110,7 +110,7 @@ def architecture(config: Decoder) -> dict[str, Any]:
     from rooflax.nn.parts import Mlp
 
     attention, moe = config.attention, config.moe
-    found: dict[str, Any] = {
+    rows: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -121,43 +121,43 @@ def architecture(config: Decoder) -> dict[str, Any]:
     }
     if moe is not None:
         dense = [layer.mlp.width for layer in config.layers if isinstance(layer.mlp, Mlp)]
-        found["intermediate_size"] = max(dense, default=moe.width)
-        found |= {"num_experts": moe.num_experts, "experts_per_token": moe.experts_per_token}
+        rows["intermediate_size"] = max(dense, default=moe.width)
+        rows |= {"num_experts": moe.num_experts, "experts_per_token": moe.experts_per_token}
         if dense:
-            found |= {"num_dense_layers": len(dense), "moe_intermediate_size": moe.width}
-        found |= {"shared_expert_intermediate_size": moe.shared} if moe.shared else {}
-    found |= {
+            rows |= {"num_dense_layers": len(dense), "moe_intermediate_size": moe.width}
+        rows |= {"shared_expert_intermediate_size": moe.shared} if moe.shared else {}
+    rows |= {
         "max_position": config.max_position,
         "norm_eps": config.norm.eps,
         "tied_embeddings": config.tied_embeddings,
     }
     if isinstance(attention, LatentAttention):
         sizes = ("rank", "query_rank", "nope_dim", "rope_dim", "value_dim", "bias")
-        found |= {f"latent_{name}": getattr(attention, name) for name in sizes}
+        rows |= {f"latent_{name}": getattr(attention, name) for name in sizes}
     else:
-        found |= {
+        rows |= {
             "qkv_bias": attention.qkv_bias,
             "output_bias": attention.output_bias,
             "qk_norm": attention.qk_norm is not None,
             "sinks": attention.sinks,
         }
     for rope in config.ropes:
-        found["rope_theta"] = rope.theta
-        found["rope_scaling"] = rope.scaling.to_hf() if rope.scaling else None
+        rows["rope_theta"] = rope.theta
+        rows["rope_scaling"] = rope.scaling.to_hf() if rope.scaling else None
     windows = Counter(_window_name(layer.attention.window) for layer in config.layers)
     if set(windows) != {"full"}:
-        found["layer_windows"] = dict(windows)
+        rows["layer_windows"] = dict(windows)
     groups = config.groups
     kept = [groups.heads[layer] for layer in groups.attending()]
     heads = Counter(f"{each.num} x {each.dim}" for each in kept)
     if len(heads) > 1:
-        found["layer_kv_heads"] = dict(heads)
+        rows["layer_kv_heads"] = dict(heads)
     if shared := len(groups.attending()) - len(groups.keeping()):
-        found["layers_without_own_kv"] = shared
+        rows["layers_without_own_kv"] = shared
     keep = [layer.attention for layer in config.layers if layer.attention.window != STATE]
     if config.ropes and (without := sum(attention.rope is None for attention in keep)):
-        found["layers_without_rope"] = without
-    return found
+        rows["layers_without_rope"] = without
+    return rows
 
 
 def _window_name(window: int | None) -> str:
@@ -173,15 +173,15 @@ def weights(info: ModelInfo) -> dict[str, Any]:
     for slot in config.slots():
         parts[_part(slot.key)] += math.prod(slot.line.shape(config.axis_sizes))
     total = sum(parts.values())
-    found = {
+    rows = {
         "parameters": total,
         "parameters_by_part": dict(parts.most_common()),
         "formats": None if info.folder is None else formats(info),
     }
     if info.folder is None:
         dtype = str(info.raw_config.get("torch_dtype", "float32"))
-        found |= {"published_dtype": dtype, "published_bytes": total * ITEM_BYTES[dtype]}
-    return found
+        rows |= {"published_dtype": dtype, "published_bytes": total * ITEM_BYTES[dtype]}
+    return rows
 
 
 def _part(key: str) -> str:
@@ -304,21 +304,21 @@ def _server(info: ModelInfo, asked: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def lines(found: dict[str, Any]) -> list[str]:
+def lines(report: dict[str, Any]) -> list[str]:
     """The document for people."""
-    title = f"{found['model']}  ({found['family']})"
+    title = f"{report['model']}  ({report['family']})"
     return [
         title,
         "",
-        *_section("architecture", _architecture_rows(found["architecture"])),
-        *_section("weights", _weight_rows(found["weights"]), right=(1, 2)),
-        *_section(_memory_title(found["memory"]), _memory_rows(found["memory"]), right=(1,)),
-        *_streaming_section(found["memory"]["streaming"]),
-        *_mesh_section(found["memory"]["mesh"]),
-        *_padding_section(found["memory"]),
-        *_speed_section(found["speed"]),
-        _verdict(found["memory"]),
-        *_server_lines(found["memory"]["server"]),
+        *_section("architecture", _architecture_rows(report["architecture"])),
+        *_section("weights", _weight_rows(report["weights"]), right=(1, 2)),
+        *_section(_memory_title(report["memory"]), _memory_rows(report["memory"]), right=(1,)),
+        *_streaming_section(report["memory"]["streaming"]),
+        *_mesh_section(report["memory"]["mesh"]),
+        *_padding_section(report["memory"]),
+        *_speed_section(report["speed"]),
+        _verdict(report["memory"]),
+        *_server_lines(report["memory"]["server"]),
     ]
 
 

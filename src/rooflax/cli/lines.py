@@ -103,13 +103,13 @@ def read_requests(llm: LLM, path: str, params: SamplingParams) -> list[Request]:
     Raises:
         RequestError: naming the line.
     """
-    found = []
+    requests = []
     for number, raw in json_lines(path, "prompt"):
         try:
-            found.append(_request(llm, number, raw, params))
+            requests.append(_request(llm, number, raw, params))
         except RooflaxError as error:
             raise RequestError(f"Line {number} of {path}: {error}") from None
-    return found
+    return requests
 
 
 def _request(llm: LLM, number: int, raw: Any, params: SamplingParams) -> Request:
@@ -121,15 +121,16 @@ def _request(llm: LLM, number: int, raw: Any, params: SamplingParams) -> Request
             raise RequestError(
                 f"{name!r} is neither id, prompt, messages nor a sampling parameter."
             )
-    own = replace(params, **rest)
+    asked = replace(params, **rest)
     if "messages" in raw:
         ids = llm.encode_chat(raw["messages"])
     else:
         ids = llm.processor.prompt_ids(raw["prompt"])
-    if own.max_tokens is None:
-        own = replace(own, max_tokens=max(1, min(DEFAULT_MAX_TOKENS, llm.max_model_len - len(ids))))
-    llm.processor.samples(0, ids, own)
-    return Request(raw.get("id", number), ids, own)
+    if asked.max_tokens is None:
+        most = min(DEFAULT_MAX_TOKENS, llm.max_model_len - len(ids))
+        asked = replace(asked, max_tokens=max(1, most))
+    llm.processor.samples(0, ids, asked)
+    return Request(raw.get("id", number), ids, asked)
 
 
 def open_output(path: str, force: bool) -> AbstractContextManager[tuple[IO[bytes], list[Any]]]:
@@ -212,16 +213,16 @@ def answers(llm: LLM, batch: list[Request]) -> Iterator[tuple[Request, list[Comp
         EngineError: what ended one of them.
     """
     prompts, params = [request.ids for request in batch], [request.params for request in batch]
-    found: list[list[Completion]] = [[] for _ in batch]
+    completions: list[list[Completion]] = [[] for _ in batch]
     at = 0
     for delta in llm.stream(prompts, params):
         if delta.completion is None:
             continue
         if delta.completion.error is not None:
             raise EngineError(delta.completion.error)
-        found[delta.prompt].append(delta.completion)
-        while at < len(batch) and len(found[at]) == batch[at].params.n:
-            yield batch[at], sorted(found[at], key=lambda completion: completion.index)
+        completions[delta.prompt].append(delta.completion)
+        while at < len(batch) and len(completions[at]) == batch[at].params.n:
+            yield batch[at], sorted(completions[at], key=lambda completion: completion.index)
             at += 1
 
 

@@ -41,10 +41,14 @@ def run(args: argparse.Namespace) -> int:
     else:
         texts = [(name, text) for _, name, text in read_texts(args.input)]
     llm = open_llm(args)
-    how = {"instruction": args.instruction, "truncate_prompt_tokens": -1 if args.truncate else None}
-    scores = llm.rerank(args.query, [text for _, text in texts], **how)
-    found = sorted(zip(scores, texts, strict=True), key=lambda pair: -pair[0])
-    for score, (name, text) in found[: args.top_n]:
+    scores = llm.rerank(
+        args.query,
+        [text for _, text in texts],
+        instruction=args.instruction,
+        truncate_prompt_tokens=-1 if args.truncate else None,
+    )
+    ranked = sorted(zip(scores, texts, strict=True), key=lambda pair: -pair[0])
+    for score, (name, text) in ranked[: args.top_n]:
         line = {"id": name, "score": float(f"{score:.9g}"), "text": text}
         sys.stdout.write(json.dumps(line, ensure_ascii=False) + "\n")
     return 0

@@ -121,7 +121,7 @@ def take_variables(args: argparse.Namespace) -> None:
     for action in parser._actions:
         name = variable_of(action.option_strings)
         text = os.environ.get(name)
-        if text is None or action.dest in args.given or not action.option_strings:
+        if text is None or action.dest in args.stated or not action.option_strings:
             continue
         if isinstance(action.default, list):
             value: Any = [part.strip() for part in text.split(",") if part.strip()]
@@ -146,10 +146,10 @@ def settings_of(args: argparse.Namespace) -> Settings:
     for name, value in flags.values_of(args, ServingSettings).items():
         if value is not None:  # of the engine, which is made once the server listens
             flags.SETTINGS[name].kind.read(name, value)
-    given = flags.values_of(args, Settings)
+    values = flags.values_of(args, Settings)
     if args.api_key_file is not None:
-        given["api_keys"] = [*given["api_keys"], *_keys(args.api_key_file)]
-    return Settings(**given)
+        values["api_keys"] = [*values["api_keys"], *_keys(args.api_key_file)]
+    return Settings(**values)
 
 
 def _keys(path: str) -> list[str]:

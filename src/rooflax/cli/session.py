@@ -40,7 +40,7 @@ def find_plan(args: argparse.Namespace, **settings: Any) -> Plan:
     Raises:
         RooflaxError: with the reason.
     """
-    return _loaded(args, *_checked(args, settings), lambda plan, **given: plan)
+    return _loaded(args, *_checked(args, settings), lambda plan, **options: plan)
 
 
 def open_async_llm(args: argparse.Namespace, **settings: Any) -> AsyncLLM:
@@ -55,16 +55,16 @@ def open_async_llm(args: argparse.Namespace, **settings: Any) -> AsyncLLM:
     return llm
 
 
-def _make_llm(*args: Any, **given: Any) -> LLM:
+def _make_llm(*args: Any, **settings: Any) -> LLM:
     from rooflax.llm import LLM
 
-    return LLM(*args, **given)
+    return LLM(*args, **settings)
 
 
-def _make_async_llm(*args: Any, **given: Any) -> AsyncLLM:
+def _make_async_llm(*args: Any, **settings: Any) -> AsyncLLM:
     from rooflax.async_llm import AsyncLLM
 
-    return AsyncLLM(*args, **given)
+    return AsyncLLM(*args, **settings)
 
 
 def _checked(
@@ -98,10 +98,10 @@ def _loaded(
         options = options or flags.execution_options(args)
         from rooflax.loading.plan import PLANNED, make_plan
 
-    given = flags.values_of(args, EngineSettings) | where | settings
-    given["mesh"] = platform.make_mesh(given.get("mesh"))
-    given["check"] = getattr(args, "check", False)
-    asked = {name: given.pop(name) for name in PLANNED & given.keys()}
+    values = flags.values_of(args, EngineSettings) | where | settings
+    values["mesh"] = platform.make_mesh(values.get("mesh"))
+    values["check"] = getattr(args, "check", False)
+    asked = {name: values.pop(name) for name in PLANNED & values.keys()}
     plan = make_plan(args.model, options=options, **asked)
     if asked.get("generation_config") == "auto":  # the verb generates
         plan.info.generation_defaults().check()
@@ -115,7 +115,7 @@ def _loaded(
         terminal.byte_progress(f"loading {name}", plan.load_bytes, args.quiet) as bar,
         terminal.status(f"loading {name}", args.quiet or not is_random),
     ):
-        return make(plan, progress=bar.update, **given)
+        return make(plan, progress=bar.update, **values)
 
 
 def say_settings(llm: LLM) -> None:

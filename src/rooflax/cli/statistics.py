@@ -129,13 +129,13 @@ def sample(completion: Completion) -> dict[str, Any]:
     Raises:
         EngineError: it holds what JSON cannot.
     """
-    found: dict[str, Any] = {
+    row: dict[str, Any] = {
         "tokens": list(completion.tokens),
         "text": completion.text,
         "finish_reason": completion.finish_reason,
     }
     if completion.score is not None:
-        found["score"] = completion.score
+        row["score"] = completion.score
     if completion.logprobs is not None:
         values = [x for e in completion.logprobs for x in (e.logprob, *(v for _, v in e.top))]
         if not all(map(math.isfinite, values)):
@@ -143,11 +143,11 @@ def sample(completion: Completion) -> dict[str, Any]:
                 "the model gives log-probabilities that are not finite, which JSON cannot hold; "
                 "look for NaN weights with --check."
             )
-        found["logprobs"] = [
+        row["logprobs"] = [
             {"logprob": entry.logprob, "top": [list(pair) for pair in entry.top]}
             for entry in completion.logprobs
         ]
-    return found
+    return row
 
 
 class Speed:

@@ -60,13 +60,13 @@ def run(args: argparse.Namespace) -> int:
     prompts = encoded_prompts(llm, args.prompt or PROMPTS, args.max_tokens)
     with terminal.status("running transformers", args.quiet):
         theirs = _Reference(transformers, llm.info.folder, prompts, args.max_tokens)
-    found = compare(llm, prompts, theirs.logits, theirs.tokens, args.max_tokens)
+    comparison = compare(llm, prompts, theirs.logits, theirs.tokens, args.max_tokens)
     if args.json:
-        terminal.print_json(found)
+        terminal.print_json(comparison)
     else:
-        for line in lines(found):
+        for line in lines(comparison):
             print(line)
-    return 0 if found["equal"] else 1
+    return 0 if comparison["equal"] else 1
 
 
 def _import_transformers() -> Any:
@@ -170,10 +170,10 @@ def _row(llm: LLM, prompt: list[int], wanted: Any, theirs: list[int], mine: list
     }
 
 
-def lines(found: dict[str, Any]) -> list[str]:
+def lines(whole: dict[str, Any]) -> list[str]:
     """The comparison for people."""
     rows = [("prompt", "new", "logits: max abs error", "relative", "greedy tokens")]
-    for row in found["prompts"]:
+    for row in whole["prompts"]:
         tokens = "equal" if row["tokens_equal"] else f"differ at {row['first_difference']}"
         rows.append(
             (
@@ -184,10 +184,10 @@ def lines(found: dict[str, Any]) -> list[str]:
                 tokens,
             )
         )
-    verdict = "Equal" if found["equal"] else "NOT equal"
-    error, allowed = f"{found['max_relative_error']:.1e}", f"{found['tolerance']:.0e}"
+    verdict = "Equal" if whole["equal"] else "NOT equal"
+    error, allowed = f"{whole['max_relative_error']:.1e}", f"{whole['tolerance']:.0e}"
     return [
-        f"{found['model']} against {found['reference']}, float32, options {found['options']}",
+        f"{whole['model']} against {whole['reference']}, float32, options {whole['options']}",
         "",
         *terminal.table(rows, right=(0, 1, 2, 3)),
         "",

@@ -160,9 +160,9 @@ class BlockManager:
         hashes = self.hashes(sequence, (sequence.num_tokens - 1) // self.block_size)
         runs, longest = [0] * len(self.pools), 0
         for count, block_hash in enumerate(hashes, start=1):
-            found = [pool.find(block_hash) is not None for pool in self.pools]
-            runs = [run + 1 if hit else 0 for run, hit in zip(runs, found, strict=True)]
-            if not all(hit or w is not None for hit, w in zip(found, self.windows, strict=True)):
+            hits = [pool.find(block_hash) is not None for pool in self.pools]
+            runs = [run + 1 if hit else 0 for run, hit in zip(runs, hits, strict=True)]
+            if not all(hit or w is not None for hit, w in zip(hits, self.windows, strict=True)):
                 break
             needed = [count - self._first_visible_block(w, count) for w in self.windows]
             if all(run >= n for run, n in zip(runs, needed, strict=True)):
@@ -180,8 +180,8 @@ class BlockManager:
     def _cached_blocks(self, sequence: Sequence, group: int, num_cached: int) -> list[int]:
         count = num_cached // self.block_size
         first = self._first_visible_block(self.windows[group], count)
-        found = [self.pools[group].find(h) for h in self.hashes(sequence, count)[first:]]
-        return [block for block in found if block is not None]
+        blocks = [self.pools[group].find(h) for h in self.hashes(sequence, count)[first:]]
+        return [block for block in blocks if block is not None]
 
     def hashes(self, sequence: Sequence, count: int) -> list[bytes]:
         """Of the first `count` blocks: each of its tokens, all before them and the cache salt."""

@@ -20,11 +20,11 @@ def is_exhausted(error: Exception) -> bool:
 
 def needed_bytes(error: Exception) -> int | None:
     """What could not be allocated, if the error says so."""
-    found = _BYTES.search(str(error))
-    if found is None:
+    match = _BYTES.search(str(error))
+    if match is None:
         return None
-    unit = found["unit"]
-    return int(float(found["size"]) * _UNITS[unit if unit in _UNITS else unit[0]])
+    unit = match["unit"]
+    return int(float(match["size"]) * _UNITS[unit if unit in _UNITS else unit[0]])
 
 
 def sentence(

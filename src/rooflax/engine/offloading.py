@@ -68,16 +68,16 @@ class OffloadedFunctions:
             is_streamed = index in model.plan.streamed
             weights = model.stream.take(index) if is_streamed else model.layers[index]
             part = model.layer(index, weights)
-            own = None
+            kept = None
             if cache is not None:
                 pools = {"k": (k[index],), "v": (v[index],), "groups": part.config.groups}
-                own = replace(cache, **pools)
+                kept = replace(cache, **pools)
             group = model.group(index)
-            hidden, own = self._whole.layer(part, (hidden, own), _of_group(batch, group))
-            if own is not None:
-                k[index], v[index] = own.k[0], own.v[0]
+            hidden, kept = self._whole.layer(part, (hidden, kept), _of_group(batch, group))
+            if kept is not None:
+                k[index], v[index] = kept.k[0], kept.v[0]
             if is_streamed:
-                jax.block_until_ready((hidden, own))
+                jax.block_until_ready((hidden, kept))
                 model.stream.give_back()
         if not is_padding:
             jax.block_until_ready(hidden)

@@ -87,8 +87,8 @@ class Layout:
             tables.append(rows[:, at : at + length])
             at += length
         start, count, position = (rows[:, at] for at in (QUERY_START, QUERY_LEN, POSITION))
-        how = {"longest": self.longest, "state_grid": self.state_grid, "hidden": hidden}
-        return Batch.ragged(tokens, start, count, position, tuple(tables), firsts, **how)
+        options = {"longest": self.longest, "state_grid": self.state_grid, "hidden": hidden}
+        return Batch.ragged(tokens, start, count, position, tuple(tables), firsts, **options)
 
 
 class Writer:
@@ -210,17 +210,17 @@ def _tables(sequence: Sequence, layout: Layout) -> list[int]:
 def write_params(row: np.ndarray, sequence: Sequence) -> None:
     """What a sequence wants of the sampler, in the columns of one slot."""
     params, sampler = sequence.params, sequence.sampler
-    given: dict[str, Any] = {name: getattr(params, name, None) for name in columns.SCALARS}
-    given["sample_index"] = sequence.sample_index
-    given["num_logprobs"] = -1 if params.logprobs is None else params.logprobs
-    given["scores_adjusted"] = sampler.num_candidates is not None
+    values: dict[str, Any] = {name: getattr(params, name, None) for name in columns.SCALARS}
+    values["sample_index"] = sequence.sample_index
+    values["num_logprobs"] = -1 if params.logprobs is None else params.logprobs
+    values["scores_adjusted"] = sampler.num_candidates is not None
     if sampler.num_candidates is not None:
-        given["num_logprobs"] = sampler.num_candidates
-    given["min_position"] = sequence.num_prompt_tokens + params.min_tokens
-    given["is_masked"] = sampler.constraint is not None
+        values["num_logprobs"] = sampler.num_candidates
+    values["min_position"] = sequence.num_prompt_tokens + params.min_tokens
+    values["is_masked"] = sampler.constraint is not None
     bias = {**params.logit_bias, **dict.fromkeys(params.banned_token_ids, -np.inf)}
     known = sorted(sequence.stop_ids)[:MAX_STOP_IDS]
-    columns.write(row, given, bias, params.allowed_token_ids, known)
+    columns.write(row, values, bias, params.allowed_token_ids, known)
 
 
 def _bits(x: jax.Array, dtype: Any) -> jax.Array:

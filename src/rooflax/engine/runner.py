@@ -286,11 +286,11 @@ class Runner:
         self.lost_state = True  # donated to a program that may fail, also while its result is read
         (packed, scores), carry = function(self.model, (self.cache, self.counts), host)
         self.cache, self.counts = carry
-        found = np.asarray(packed)[:, rows]
+        tokens = np.asarray(packed)[:, rows]
         if self.config.pooler is None:
-            result = StepResult(found, None if scores is None else np.asarray(scores))
+            result = StepResult(tokens, None if scores is None else np.asarray(scores))
         else:
-            result = StepResult(found, vectors=np.asarray(scores)[rows])
+            result = StepResult(tokens, vectors=np.asarray(scores)[rows])
         self.lost_state = False
         return result
 
@@ -303,13 +303,13 @@ class Runner:
         self, call: Call, num_steps: int, exchange: int = 0
     ) -> tuple[StepInput, list[int] | slice]:
         """What the device is sent, and the row of each sequence."""
-        layout, own = self._layout(call.shape), slice(len(call.sequences))
+        layout, rows = self._layout(call.shape), slice(len(call.sequences))
         if call.shape.kind is StepKind.DECODE and self._data_shards_of(call.shape) == 1:
             packed = self._decode_writer(call.shape).write(call.sequences, num_steps, exchange)
         else:
-            packed, own = self._write(call, layout, num_steps)
+            packed, rows = self._write(call, layout, num_steps)
         masks = None if self._greedy else self._no_masks
-        return StepInput(packed, self._device_params, masks, layout, self._greedy), own  # type: ignore[arg-type]
+        return StepInput(packed, self._device_params, masks, layout, self._greedy), rows  # type: ignore[arg-type]
 
     def _decode_writer(self, shape: Shape) -> DecodeWriter:
         if shape not in self._decode_writers:
@@ -332,13 +332,13 @@ class Runner:
             samples = [e >= s.num_tokens for s, e in zip(call.sequences, ends, strict=True)]
             writer.header[packing.NUM_SAMPLED] = sum(samples)
             assert samples == sorted(samples, reverse=True)
-        own = []
+        row_numbers = []
         for number, (sequence, count) in enumerate(zip(call.sequences, call.counts, strict=True)):
             end = self._end(sequence, count)
             start = sequence.num_computed_tokens if self.config.options.use_cache else 0
             lookahead = call.lookahead[number] if call.lookahead else packing.NO_TOKENS
-            own.append(writer.add(sequence, start, end - start, lookahead, parts[number]))
-        return writer.finish(), own
+            row_numbers.append(writer.add(sequence, start, end - start, lookahead, parts[number]))
+        return writer.finish(), row_numbers
 
     def _layout(self, shape: Shape) -> Layout:
         if shape not in self._layouts:
@@ -431,9 +431,9 @@ class Runner:
             for _ in range(2)
         )
         for group in range(len(self.windows)):
-            own = [copy for copy in copies if copy.group == group]
-            sources[group][: len(own)] = [copy.source for copy in own]
-            destinations[group][: len(own)] = [copy.destination for copy in own]
+            in_group = [copy for copy in copies if copy.group == group]
+            sources[group][: len(in_group)] = [copy.source for copy in in_group]
+            destinations[group][: len(in_group)] = [copy.destination for copy in in_group]
         _, self.cache = self.functions.copy(None, self.cache, sources, destinations)
 
     def lowered(self) -> Iterator[tuple[str, jax.stages.Lowered]]:
@@ -463,15 +463,15 @@ class Runner:
         if self.config.pooler is None:
             programs["counts of a slot"] = lambda: self._load_counts(self.config.max_num_seqs, None)
         programs["blocks to copy"] = lambda: self.copy([])
-        found = []
+        compiled = []
         for name, compile_now in programs.items():
             started = time.perf_counter()
             with count_compilations() as counts:
                 compile_now()
             cache = "miss" if counts.compilations else "hit"
-            found.append(Compiled(name, time.perf_counter() - started, cache))
-            report(found[-1])
-        return found
+            compiled.append(Compiled(name, time.perf_counter() - started, cache))
+            report(compiled[-1])
+        return compiled
 
     def is_warm(self, shape: Shape) -> bool:
         """Whether the shape's program is there."""

@@ -101,8 +101,8 @@ class SamplingParams(SamplingFields):
     @property
     def structured_output(self) -> tuple[str, str] | None:
         """The field that says what the text shall look like, and its value."""
-        given = ((name, getattr(self, name)) for name in FORMS)
-        return next((pair for pair in given if pair[1] is not None), None)
+        forms = ((name, getattr(self, name)) for name in FORMS)
+        return next((pair for pair in forms if pair[1] is not None), None)
 
     @property
     def has_penalties(self) -> bool:

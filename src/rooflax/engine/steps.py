@@ -335,8 +335,8 @@ def _in_chunks(
     chunk = min(SCORED_AT_ONCE, count)
     padding = -count % chunk
     hidden, targets = jnp.pad(hidden, ((0, padding), (0, 0))), jnp.pad(targets, (0, padding))
-    found = jax.lax.map(score, (hidden.reshape(-1, chunk, width), targets.reshape(-1, chunk)))
-    return found.reshape(-1, *found.shape[2:])[:count]
+    scores = jax.lax.map(score, (hidden.reshape(-1, chunk, width), targets.reshape(-1, chunk)))
+    return scores.reshape(-1, *scores.shape[2:])[:count]
 
 
 def logits(
@@ -530,8 +530,8 @@ def _sharded(function: Callable, mesh: Mesh, options: ExecutionOptions) -> Calla
 
     def of_one_device(model: Model | None, carry: Any, *rest: Any) -> tuple[Any, Any]:
         if shards.stage > 1:
-            model, own = _local_layers(model, options), _with_layers_of(carry, shards.stage)
-            out, new = function(model, own, *rest)
+            model, local_carry = _local_layers(model, options), _with_layers_of(carry, shards.stage)
+            out, new = function(model, local_carry, *rest)
             return out, _like(carry, new)
         return function(model, carry, *rest)
 
@@ -564,12 +564,12 @@ def _by_cache(
 def _with_layers_of(carry: Any, num_stages: int) -> Any:
     """A stage's own view of the cache: as if its layers were all."""
 
-    def own(cache: KVCache) -> KVCache:
+    def of_stage(cache: KVCache) -> KVCache:
         layers = cache.groups.of_layer
         groups = replace(cache.groups, of_layer=layers[: len(layers) // num_stages])
         return replace(cache, groups=groups)
 
-    return _by_cache(own, carry)
+    return _by_cache(of_stage, carry)
 
 
 def _like(carry: Any, new: Any) -> Any:

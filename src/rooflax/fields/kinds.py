@@ -189,11 +189,11 @@ class Several(Kind):
         return "" if self.most is None else f"at most {self.most}"
 
     def read(self, name: str, value: Any, *, what: str | None = None) -> tuple[Any, ...]:
-        found = tuple(self.each.read(name, item) for item in as_tuple(name, value))
-        if self.most is not None and len(found) > self.most:
-            entries = f"{name} has {len(found)} entries; at most {self.most} fit."
+        items = tuple(self.each.read(name, item) for item in as_tuple(name, value))
+        if self.most is not None and len(items) > self.most:
+            entries = f"{name} has {len(items)} entries; at most {self.most} fit."
             raise RequestError(entries, param=name)
-        return found
+        return items
 
 
 def as_tuple(name: str, value: Any) -> tuple[Any, ...]:

@@ -61,8 +61,8 @@ def names(template: str | None) -> Names:
 def _names(template: str) -> Names:
     if lone_surrogate(template) is not None:
         return Names()
-    found = template_pool.ask({"template": template}, 12 * MAX_TEMPLATE_CHARACTERS)
-    return Names(*map(frozenset, json.loads(found["text"]))) if "text" in found else Names()
+    answer = template_pool.ask({"template": template}, 12 * MAX_TEMPLATE_CHARACTERS)
+    return Names(*map(frozenset, json.loads(answer["text"]))) if "text" in answer else Names()
 
 
 def _variables(
@@ -115,12 +115,12 @@ def _render(template: str, variables: Mapping[str, Any], marks: _Marks | None) -
     }
     try:
         # A control character takes six bytes of JSON.
-        found = template_pool.ask(request, 6 * most + 10_000)
+        answer = template_pool.ask(request, 6 * most + 10_000)
     except template_pool.WorkerEnded as error:
         raise CheckpointError(f"the chat template is rejected: {error}") from None
-    if "text" in found:
-        return found["text"]
-    kind, reason = found["error"], found["reason"]
+    if "text" in answer:
+        return answer["text"]
+    kind, reason = answer["error"], answer["reason"]
     if marks is not None:
         reason = "".join(text for text, _ in marks.split(reason))
     error, said = _ERRORS[kind]
@@ -151,8 +151,8 @@ def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise RequestError(f"message {i} is {message!r:.60}, not a dict with role and content")
-        given = {k: v for k, v in message.items() if v is not None or k == "content"}
-        plain.append(_with_reasoning(_plain(given, f"message {i}")))
+        fields = {k: v for k, v in message.items() if v is not None or k == "content"}
+        plain.append(_with_reasoning(_plain(fields, f"message {i}")))
     return plain
 
 

@@ -85,13 +85,13 @@ def end_texts(control: Sequence[str]) -> list[str]:
 
 def _end_tokens(file: Header) -> dict[str, Any]:
     """`eos_token_id` and `bos_token_id`: what the file names, and control tokens known to end."""
-    found = dict(file.metadata)
-    ends = [found.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    tokens, types = found.get("tokenizer.ggml.tokens"), found.get("tokenizer.ggml.token_type")
+    metadata = dict(file.metadata)
+    ends = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
     if isinstance(tokens, list) and isinstance(types, np.ndarray) and len(types) == len(tokens):
         control = [tokens[i] for i in np.flatnonzero((types == 3) | (types == 4))]
         ends += [tokens.index(text) for text in end_texts(control)]
-    bos = found.get("tokenizer.ggml.bos_token_id")
+    bos = metadata.get("tokenizer.ggml.bos_token_id")
     ids = list(dict.fromkeys(i for i in ends if type(i) is int))
     return {"eos_token_id": ids, "bos_token_id": bos if type(bos) is int else None}
 
@@ -102,7 +102,7 @@ def gguf_generation_defaults(file: Header) -> GenerationDefaults:
     Raises:
         CheckpointError: a value has the wrong type or range.
     """
-    found = {hf: file.metadata.get(f"general.sampling.{key}") for key, hf in SAMPLING_KEYS.items()}
-    found["do_sample"] = True if is_positive(found["temperature"]) else None
-    found["pad_token_id"] = file.metadata.get("tokenizer.ggml.padding_token_id")
-    return generation_defaults(found | _end_tokens(file), file.path)
+    values = {hf: file.metadata.get(f"general.sampling.{key}") for key, hf in SAMPLING_KEYS.items()}
+    values["do_sample"] = True if is_positive(values["temperature"]) else None
+    values["pad_token_id"] = file.metadata.get("tokenizer.ggml.padding_token_id")
+    return generation_defaults(values | _end_tokens(file), file.path)

@@ -376,8 +376,8 @@ def make_plan(
     draft = None
     if speculate is not None and speculate != NGRAM:
         same = ("quantize", "dtype", "kv_dtype", "offline", "ignore_config_keys")
-        given = {name: asked[name] for name in same if name in asked}
-        draft = make_plan(speculate, options=options, mesh=mesh, **given)
+        same_values = {name: asked[name] for name in same if name in asked}
+        draft = make_plan(speculate, options=options, mesh=mesh, **same_values)
     chunk = min(accelerator.prefill_chunk(), length)
     plan = Plan(
         info=info,
@@ -422,14 +422,14 @@ def resolve_precision(
         raise RequestError(
             f"{info.name} is quantised already; leave `quantize` out.", param="quantize"
         )
-    own = asked.dtype is None
+    auto = asked.dtype is None
     dtype = asked.dtype or ("float32" if platform == "cpu" else "bfloat16")
     prequantized, dequantized = {}, frozenset[str]()
-    if (own or is_packed(info.raw_config)) and asked.quantize is None and info.folder is not None:
-        found = info.prequantized()
-        prequantized = found.formats
-        dequantized = found.dequantized if isinstance(found, KeptCodes) else dequantized
-    keeps_bfloat16 = own and reads_bfloat16 and _is_bfloat16(info)
+    if (auto or is_packed(info.raw_config)) and asked.quantize is None and info.folder is not None:
+        source = info.prequantized()
+        prequantized = source.formats
+        dequantized = source.dequantized if isinstance(source, KeptCodes) else dequantized
+    keeps_bfloat16 = auto and reads_bfloat16 and _is_bfloat16(info)
     quantize = asked.quantize and format_on(platform, asked.quantize)
     storage = Storage(dtype, quantize, keeps_bfloat16, prequantized, dequantized)
     is_coarse = storage.quantizes_activations and dtype == "float32" and platform == "cpu"
@@ -459,10 +459,10 @@ def _check_stages(info: ModelInfo, storage: Storage) -> None:
     for slot in info.config.slots():
         if slot.layer is not None and (format := storage.prequantized.get(slot.name)):
             formats.setdefault(slot.key, set()).add(format)
-    for key, found in formats.items():
-        if len(found) > 1:
+    for key, kinds in formats.items():
+        if len(kinds) > 1:
             raise RequestError(
-                f"{info.name} has {key} in {' and '.join(sorted(found))}, and stages have layers "
+                f"{info.name} has {key} in {' and '.join(sorted(kinds))}, and stages have layers "
                 f"that are alike; choose another mesh, or give a `dtype` or `quantize`.",
                 param="mesh",
             )

@@ -131,8 +131,8 @@ def _origin(url: str) -> tuple[str, str]:
 
 async def _addresses(server: Server) -> list[str]:
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)
-    return [str(address[0]) for *_, address in found]
+    addresses = await loop.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)
+    return [str(address[0]) for *_, address in addresses]
 
 
 def _is_global(text: str) -> bool:
@@ -185,10 +185,10 @@ def _piece(url: str, reply: Reply, begin: int, end: int) -> Piece:
     data = reply.body
     if status == 206:
         stated = reply.headers.get("content-range", "")
-        found = re.fullmatch(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18})", stated)
-        if found is None or int(found[1]) != begin:
+        match = re.fullmatch(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18})", stated)
+        if match is None or int(match[1]) != begin:
             raise CheckpointError(f"{where}: the server answers with another range than asked for.")
-        size, data = int(found[2]), data[: end - begin]
+        size, data = int(match[2]), data[: end - begin]
     else:
         stated = reply.headers.get("content-length", "")
         if not re.fullmatch("[0-9]{1,18}", stated):

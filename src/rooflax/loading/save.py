@@ -166,8 +166,8 @@ def save_model(
     def fill(new: Path) -> None:
         _write_json(new / "config.json", written)
         _write_json(new / "generation_config.json", ends | dict(generation or {}))
-        own = tensors(name, config, weights, dtype)
-        write_safetensors(new / "model.safetensors", [*own, *more_tensors])
+        model_tensors = tensors(name, config, weights, dtype)
+        write_safetensors(new / "model.safetensors", [*model_tensors, *more_tensors])
         for target, source in (files or {}).items():
             (new / target).parent.mkdir(exist_ok=True)
             if isinstance(source, bytes):
@@ -183,12 +183,12 @@ def save_model(
 def tensors(name: str, config: Decoder, weights: dict[str, Any], dtype: str) -> list[TensorToWrite]:
     """The checkpoint's tensors, each made when it is asked for; one that two weights share is the
     sum of what they give of it (`nn.weights.HeadPart`)."""
-    found: dict[str, TensorToWrite] = {}
+    by_name: dict[str, TensorToWrite] = {}
     for slot in config.slots():
         for tensor in _slot_tensors(slot, config, weights, dtype):
-            other = found.get(tensor.name)
-            found[tensor.name] = _sum(other, tensor) if other else tensor
-    return list(found.values())
+            other = by_name.get(tensor.name)
+            by_name[tensor.name] = _sum(other, tensor) if other else tensor
+    return list(by_name.values())
 
 
 def _sum(one: TensorToWrite, other: TensorToWrite) -> TensorToWrite:

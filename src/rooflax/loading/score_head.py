@@ -51,8 +51,8 @@ def folder_pooling(
     named = architectures[0] if isinstance(architectures, list) and architectures else ""
     if head is not None and str(named).endswith(CLASSIFIER):
         return _read_head(folder, head, config, raw)
-    found = read_pooling(folder, config.hidden_size, config.vocab_size)
-    return Pooling(Pooler("mean")) if found is None and not config.is_causal else found
+    pooling = read_pooling(folder, config.hidden_size, config.vocab_size)
+    return Pooling(Pooler("mean")) if pooling is None and not config.is_causal else pooling
 
 
 def _head_of(name: str) -> ScoreHead | None:

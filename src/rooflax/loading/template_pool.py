@@ -76,9 +76,9 @@ class _Pool:
     ) -> dict[str, Any]:
         whole = False
         try:
-            found = json.loads(worker.ask(data, max_answer, deadline - time.monotonic()))
-            whole = not worker.late and "last" not in found
-            return found
+            answer = json.loads(worker.ask(data, max_answer, deadline - time.monotonic()))
+            whole = not worker.late and "last" not in answer
+            return answer
         except ValueError:
             raise WorkerEnded("its process answers in no JSON") from None
         finally:

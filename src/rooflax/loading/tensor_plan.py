@@ -68,9 +68,9 @@ class TensorPlan:
             empty: makes what a copy is written to; None makes it anew.
         """
         slot, shape, whole = plan.slot, plan.shape, where is None
-        found = self._found(slot)
-        first = where[0] if where and any(map(self.names.is_mxfp4, found)) else slice(None)
-        parts = [self._read(hf, first) for hf in found]
+        names = self._found(slot)
+        first = where[0] if where and any(map(self.names.is_mxfp4, names)) else slice(None)
+        parts = [self._read(hf, first) for hf in names]
         if where is not None:
             sizes = [len(range(*w.indices(n))) for w, n in zip(where, shape, strict=True)]
             if first != slice(None):  # these experts alone were made
@@ -95,8 +95,8 @@ class TensorPlan:
             self.source.prefetch(name)
 
     def _tensors(self, slot: Slot) -> list[str]:
-        found = [stored for hf in self._found(slot) for stored in self.names.stored(hf)]
-        return [*self.packed.get(slot.name, ()), *found]
+        stored_names = [stored for hf in self._found(slot) for stored in self.names.stored(hf)]
+        return [*self.packed.get(slot.name, ()), *stored_names]
 
     def is_mxfp4(self, slot: Slot) -> bool:
         """Whether a slot's tensors are MXFP4 halves in the checkpoint."""
@@ -150,15 +150,15 @@ class TensorPlan:
             if slot.name in self.packed:
                 continue
             for hf, wanted in zip(slot.hf_names, slot.line.hf_shapes(self.sizes), strict=True):
-                found = self.names.find(hf)
-                if found is None:
+                stored_name = self.names.find(hf)
+                if stored_name is None:
                     missing.append(f"{hf} {list(wanted)}")
                     continue
-                used.update(self.names.stored(found))
-                if wrong := self._wrong_types(found):
+                used.update(self.names.stored(stored_name))
+                if wrong := self._wrong_types(stored_name):
                     mistyped += wrong
                     continue
-                shape = self._shape(found)
+                shape = self._shape(stored_name)
                 if shape != wanted:
                     misshapen.append(f"{hf} is {list(shape)}, wanted {list(wanted)}")
         left = sorted(self.names.present - used)

@@ -60,7 +60,7 @@ def read_attention(
     """
     num_heads = reader.size("num_attention_heads")
     hidden_size = reader.size("hidden_size")
-    absent = num_heads if reader.given("num_key_value_heads") else kv_heads or num_heads
+    absent = num_heads if reader.has("num_key_value_heads") else kv_heads or num_heads
     num_kv_heads = reader.size("num_key_value_heads", absent)
     if num_heads % num_kv_heads:
         raise CheckpointError(

@@ -68,7 +68,7 @@ def bert_names(
         "token_type": "embeddings.token_type_embeddings",
         "embed_norm": "embeddings.LayerNorm",
     }
-    own = {
+    within_layer = {
         "attn.qkv": tuple(f"attention.self.{part}" for part in ("query", "key", "value")),
         "attn.o": "attention.output.dense",
         "attn.post_norm": "attention.output.LayerNorm",
@@ -77,7 +77,7 @@ def bert_names(
         "mlp.post_norm": "output.LayerNorm",
     }
     changed = {key.replace("__", "."): name for key, name in others.items()}
-    within = own | {k: v for k, v in changed.items() if "." in k}
+    within = within_layer | {k: v for k, v in changed.items() if "." in k}
     places = {key: prefix + name for key, name in (top | _without_dots(changed)).items()}
     places |= {f"layers.{{i}}.{key}": _below(prefix + layer, name) for key, name in within.items()}
     stored = []

@@ -78,19 +78,19 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
     kinds = [*kinds[:-1], "full_attention"]
     attentions = _read_attentions(reader, kinds)
     norm = attentions["full_attention"].norm
-    own = count - reader.size("num_kv_shared_layers", 0, least=0, most=count - 1)
-    if missing := set(kinds[own:]) - set(kinds[:own]):
+    split = count - reader.size("num_kv_shared_layers", 0, least=0, most=count - 1)
+    if missing := set(kinds[split:]) - set(kinds[:split]):
         raise CheckpointError(
-            f"config.json has num_kv_shared_layers = {count - own} of {count} layers, which leave "
-            f"none of type {missing.pop()} with keys and values of its own."
+            f"config.json has num_kv_shared_layers = {count - split} of {count} layers, which "
+            f"leave none of type {missing.pop()} with keys and values of its own."
         )
     activation = reader.choice("hidden_activation", tuple(ACTIVATIONS), "gelu_pytorch_tanh")
     network, shared = _read_networks(reader, norm, activation)
     per_layer = _read_per_layer(reader, norm, activation, count)
     layers = []
     for index, kind in enumerate(kinds):
-        attention = replace(attentions[kind], reuses_kv=index >= own)
-        mlp = shared if index >= own else network
+        attention = replace(attentions[kind], reuses_kv=index >= split)
+        mlp = shared if index >= split else network
         layers.append(Layer(attention, mlp, per_layer=per_layer, scaled=True))
     cap = "final_logit_softcapping"
     decoder = common.read_decoder(reader, layers, max_position=131_072, tied_embeddings=True)
@@ -244,8 +244,8 @@ def _read_gguf_layers(reader: MetadataReader) -> Raw:
         raw["num_global_key_value_heads"] = by_kind.get(False, heads[-1])
     if widths:
         first, last, shared = widths[0], widths[-1], reader.get("attention.shared_kv_layers", 0)
-        own = len(widths) - shared if type(shared) is int else 0
-        wanted = [last if i >= own else first for i in range(len(widths))]
+        split = len(widths) - shared if type(shared) is int else 0
+        wanted = [last if i >= split else first for i in range(len(widths))]
         reader.check_layers("feed_forward_length", widths, wanted)
         raw["intermediate_size"] = first
         raw["use_double_wide_mlp"] = last != first
@@ -279,9 +279,9 @@ def _write_gguf(decoder: Decoder, raw: Raw) -> Metadata:
         ],
     }  # fmt: skip
     if raw["use_double_wide_mlp"]:
-        own = len(windows) - raw["num_kv_shared_layers"]
+        split = len(windows) - raw["num_kv_shared_layers"]
         written["feed_forward_length"] = [
-            width if index < own else 2 * width for index in range(len(windows))
+            width if index < split else 2 * width for index in range(len(windows))
         ]
     return written
 
@@ -289,10 +289,10 @@ def _write_gguf(decoder: Decoder, raw: Raw) -> Metadata:
 def _lacks_sharing(decoder: Decoder) -> str | None:
     """Of which layers llama.cpp takes keys and values otherwise."""
     attentions = [layer.attention for layer in decoder.layers]
-    own = [attention.window is not None for attention in attentions if not attention.reuses_kv]
-    if not any(own):
+    cut = [attention.window is not None for attention in attentions if not attention.reuses_kv]
+    if not any(cut):
         return "without a window"
-    if len(own) < len(attentions) and own[-2:] != [True, False]:
+    if len(cut) < len(attentions) and cut[-2:] != [True, False]:
         return (
             "whose last two layers with keys and values of their own are not one with a window "
             "and then one without"

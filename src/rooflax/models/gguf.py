@@ -143,8 +143,8 @@ class GGUFSpec:
     @property
     def architectures(self) -> list[str]:
         """Those of the family's files that are read."""
-        own = self.told_by.architecture if self.told_by else self.architecture
-        return [own, self.both_ways] if self.both_ways else [own]
+        name = self.told_by.architecture if self.told_by else self.architecture
+        return [name, self.both_ways] if self.both_ways else [name]
 
 
 def full_rope(decoder: Decoder) -> Rope:

@@ -49,8 +49,8 @@ TINY = common.tiny(
 def config_from_hf(reader: ConfigReader) -> Decoder:
     for key in ("n_group", "topk_group"):
         reader.expect(key, 1)
-    how = {"norm_eps": 1e-5, "kv_heads": 8, "partial": 0.5}
-    attention = common.read_attention(reader, qkv_bias=reader.flag("attention_bias", False), **how)
+    bias = reader.flag("attention_bias", False)
+    attention = common.read_attention(reader, qkv_bias=bias, norm_eps=1e-5, kv_heads=8, partial=0.5)
     if reader.flag("use_qk_norm", False):
         attention = replace(attention, qk_norm=attention.norm.eps)
     dense = replace(common.read_mlp(reader, attention.norm, 10_944), key="dense_mlp")

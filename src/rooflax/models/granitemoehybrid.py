@@ -60,7 +60,7 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
             f"config.json has num_local_experts = {experts}; of granitemoehybrid rooflax computes "
             f"models without experts."
         )
-    key = "layers_block_type" if reader.given("layers_block_type") else "layer_types"
+    key = "layers_block_type" if reader.has("layers_block_type") else "layer_types"
     types = reader.get(key, ["mamba"])
     named = ("attention", "full_attention")  # the latter by newer versions of transformers
     if types not in [[name] * common.num_layers(reader) for name in named]:

@@ -51,10 +51,10 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
 
 def _read_rope(reader: ConfigReader, head_dim: int) -> Rope:
     key = "rope_parameters" if reader.get("rope_parameters", None) else "rope_scaling"
-    found = reader.get(key, None)
-    if not isinstance(found, dict) or not found.get("alpha"):
+    scaling_values = reader.get(key, None)
+    if not isinstance(scaling_values, dict) or not scaling_values.get("alpha"):
         return reader.rope(head_dim)
-    scaling = reader.inner(key, found)
+    scaling = reader.inner(key, scaling_values)
     scaling.waive("beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim")
     for key in ("type", "rope_type"):
         scaling.expect(key, "dynamic")

@@ -90,7 +90,7 @@ def read_attention(reader: ConfigReader, interleaved: bool) -> LatentAttention:
     reader.expect("qk_head_dim", nope + turned)
     if turned % 2:
         raise CheckpointError(f"config.json has qk_rope_head_dim = {turned}; it must be even.")
-    query_rank = None if reader.given("q_lora_rank") else QUERY_RANK
+    query_rank = None if reader.has("q_lora_rank") else QUERY_RANK
     if reader.get("q_lora_rank", query_rank) is not None:
         query_rank = reader.size("q_lora_rank", query_rank)
     rope = reader.rope(turned)

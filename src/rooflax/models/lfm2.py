@@ -57,7 +57,7 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
     for key in ("block_ffn_use_quantized_params", "ffn_use_quantized_params"):
         reader.expect(key, False)
     reader.expect("conv_dim", reader.size("hidden_size"))
-    if reader.given("norm_eps"):
+    if reader.has("norm_eps"):
         reader.waive("rms_norm_eps")
     norm = NormKind(reader.number("norm_eps", 1e-5))
     attention = common.read_attention(reader, norm=norm, kv_heads=8, theta=1_000_000.0)
@@ -94,10 +94,10 @@ def _read_width(reader: ConfigReader) -> int:
     factor = reader.number("block_ffn_dim_multiplier", 1.0, most=1000)
     if not reader.flag("block_auto_adjust_ff_dim", True):
         return width
-    found = -(-int(factor * int(2 * width / 3)) // multiple) * multiple
-    if found == 0:
+    rounded = -(-int(factor * int(2 * width / 3)) // multiple) * multiple
+    if rounded == 0:
         raise CheckpointError(f"config.json has block_ff_dim = {width}, two thirds of which are 0.")
-    return found
+    return rounded
 
 
 def config_to_hf(decoder: Decoder) -> dict[str, Any]:

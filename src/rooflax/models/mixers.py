@@ -35,8 +35,8 @@ def read_mixers(
     reader: ConfigReader, *, kv_heads: int, fused: bool = False
 ) -> tuple[Attention, GatedDelta]:
     reader.expect("attn_output_gate", True)
-    how = {"norm_eps": 1e-6, "kv_heads": kv_heads, "head_dim": 256, "partial": 0.25}
-    attention = common.read_attention(reader, **how, **common.read_biases(reader))
+    defaults = {"norm_eps": 1e-6, "kv_heads": kv_heads, "head_dim": 256, "partial": 0.25}
+    attention = common.read_attention(reader, **defaults, **common.read_biases(reader))
     norm = replace(attention.norm, plus_one=True)
     keys = reader.size("linear_num_key_heads", 16)
     values = reader.size("linear_num_value_heads", 32)
@@ -85,7 +85,7 @@ def read_text_part(reader: ConfigReader, model_type: str) -> ConfigReader:
     """text_config; whether embeddings are tied may stand beside it, and must then agree."""
     text = reader.part("text_config")
     text.expect("model_type", model_type)
-    if reader.given("tie_word_embeddings"):
+    if reader.has("tie_word_embeddings"):
         tied = reader.flag("tie_word_embeddings", False)
         text.assume(tie_word_embeddings=tied)
         text.expect("tie_word_embeddings", tied)

@@ -96,13 +96,13 @@ def check_waived(ignore: Sequence[str], keys: Mapping[str, Any], where: str) -> 
     Raises:
         RequestError: one of the keys (or patterns) is not there, nor in an object within.
     """
-    found, parts = set[str](), [("", keys)]
+    paths, parts = set[str](), [("", keys)]
     while parts:
         path, part = parts.pop()
-        found.update(part, (f"{path}{key}" for key in part))
+        paths.update(part, (f"{path}{key}" for key in part))
         parts += [(f"{path}{k}.", v) for k, v in part.items() if isinstance(v, Mapping)]
     for pattern in ignore:
-        if not any(fnmatch.fnmatchcase(key, pattern) for key in found):
+        if not any(fnmatch.fnmatchcase(key, pattern) for key in paths):
             raise RequestError(
                 f"ignore_config_keys names {pattern!r:.80}, which {where} does not have."
             )

@@ -192,19 +192,19 @@ class Batch:
         reached = jnp.concatenate([lens[:, None], reached], axis=1)
         is_kept = (lens[:, None] > 0) & (reached <= lens[:, None]) & (rows > 0)
         targets = jnp.where(is_kept, rows + first_row, NO_ROW)
-        own = rows[:, 0] + first_row
+        state_rows = rows[:, 0] + first_row
         is_new = begin == 0
-        how = {"longest": self.longest, "grid": self.state_grid}
+        options = {"longest": self.longest, "grid": self.state_grid}
         starts, owners = self.query_starts, self.owners
-        return Runs(starts, lens, begin, own, is_new, targets, reached, *owners, **how)
+        return Runs(starts, lens, begin, state_rows, is_new, targets, reached, *owners, **options)
 
     def _whole_runs(self) -> Runs:
         rows, seq = self.tokens.shape
-        own = jnp.arange(rows, dtype=jnp.int32)
-        lens, index = jnp.full_like(own, seq), jnp.arange(rows * seq, dtype=jnp.int32)
+        row = jnp.arange(rows, dtype=jnp.int32)
+        lens, index = jnp.full_like(row, seq), jnp.arange(rows * seq, dtype=jnp.int32)
         place = (lens[:, None], index // seq, index % seq)
-        how = {"longest": seq, "grid": 1}
-        return Runs(own * seq, lens, own * 0, own, own >= 0, own[:, None], *place, **how)
+        options = {"longest": seq, "grid": 1}
+        return Runs(row * seq, lens, row * 0, row, row >= 0, row[:, None], *place, **options)
 
     def slot_mapping(self, group: int, block_size: int) -> jax.Array:
         """Where each token's K and V go in the pool of a layer group.

@@ -106,8 +106,8 @@ class Decoder:
 
     def __post_init__(self) -> None:
         if not self.ropes:  # those of a whole model, also when it is cut
-            found = dict.fromkeys((kind.rope, kind.rope_dim) for kind in self.attentions)
-            pairs = [(rope, dim) for rope, dim in found if rope is not None]
+            kinds = dict.fromkeys((kind.rope, kind.rope_dim) for kind in self.attentions)
+            pairs = [(rope, dim) for rope, dim in kinds if rope is not None]
             object.__setattr__(self, "ropes", tuple(rope for rope, _ in pairs))
             object.__setattr__(self, "rope_dims", tuple(dim for _, dim in pairs))
 
@@ -138,8 +138,8 @@ class Decoder:
     @cached_property
     def moe(self) -> Moe | None:
         """The mixture of experts; None for a dense model."""
-        found = (layer.mlp for layer in self.layers)
-        return next((mlp for mlp in found if isinstance(mlp, Moe)), None)
+        mlps = (layer.mlp for layer in self.layers)
+        return next((mlp for mlp in mlps if isinstance(mlp, Moe)), None)
 
     @cached_property
     def attentions(self) -> tuple[AnyAttention, ...]:
@@ -188,15 +188,15 @@ class Decoder:
     def _sources(self) -> tuple[int, ...]:
         """Per layer the one whose keys and values it attends to."""
         latest: dict[Any, int] = {}
-        found = []
+        sources = []
         for index, layer in enumerate(self.layers):
             mixer = layer.attention
             alike = mixer.window, getattr(mixer, "kv_heads", None)
             if not getattr(mixer, "reuses_kv", False):
                 latest[alike] = index
             assert alike in latest, f"layer {index} has no layer whose keys and values it reuses"
-            found.append(latest[alike])
-        return tuple(found)
+            sources.append(latest[alike])
+        return tuple(sources)
 
     @property
     def is_causal(self) -> bool:
@@ -307,11 +307,11 @@ class Decoder:
             longest = min(batch.longest or self.max_position, self.max_position)
             bias = biases(weights["distances"], longest - 1)
         context = Context(options, shards, num_tokens, rows, bias)
-        how = {"dtype": dtype, "num_rows": num_tokens, "kernels": options.kernels}
+        keywords = {"dtype": dtype, "num_rows": num_tokens, "kernels": options.kernels}
         tokens, types = batch.tokens, None
         if self.token_types:
             types, tokens = jnp.divmod(tokens, self.vocab_size)
-        x = mesh.embed(weights["embed"], tokens, shards, **how)
+        x = mesh.embed(weights["embed"], tokens, shards, **keywords)
         if self.embed_scale != 1.0:
             x = (x.astype(jnp.float32) * self.embed_scale).astype(x.dtype)
         if self.learned_positions:
@@ -365,8 +365,8 @@ class Decoder:
             num_rows: how many leading rows are real; None is all.
         """
         head = weights["embed"] if self.tied_embeddings else weights["lm_head"]
-        how = {"num_rows": num_rows, "implementation": options.kernels}
-        parts = unembed(hidden, head, prologue=self.norm.of(weights, "final_norm"), **how)
+        keywords = {"num_rows": num_rows, "implementation": options.kernels}
+        parts = unembed(hidden, head, prologue=self.norm.of(weights, "final_norm"), **keywords)
         parts = parts if self.logit_scale == 1.0 else parts * self.logit_scale
         parts = parts if self.logit_cap is None else capped(parts, self.logit_cap)
         return mesh.gather_vocab(parts, self.vocab_size, shards)

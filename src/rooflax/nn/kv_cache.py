@@ -102,8 +102,8 @@ class LayerGroups:
 
     def attending(self, num_layers: int | None = None) -> list[int]:
         """The layers that attend to K and V, or those among the first."""
-        found = enumerate(self.of_layer[:num_layers])
-        return [layer for layer, group in found if group != self.state]
+        numbered = enumerate(self.of_layer[:num_layers])
+        return [layer for layer, group in numbered if group != self.state]
 
     def keeping(self, num_layers: int | None = None) -> list[int]:
         """The layers that keep K and V, or those among the first."""

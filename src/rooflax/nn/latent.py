@@ -118,8 +118,8 @@ class LatentAttention:
             lines["attn.q_a"] = WeightLine("hidden -> query_latent", f"{first}.weight", Linear())
             if self.bias:
                 lines["attn.q_a_bias"] = WeightLine("query_latent", f"{first}.bias", init="zeros")
-            own = f"{ATTENTION}.q_a_layernorm.weight"
-            lines["attn.q_norm"] = WeightLine("query_latent", own, init="ones")
+            hf = f"{ATTENTION}.q_a_layernorm.weight"
+            lines["attn.q_norm"] = WeightLine("query_latent", hf, init="ones")
         order = self._order(self.nope_dim)
         axes = f"{queries} -> query_heads each query_dim"
         lines["attn.q"] = WeightLine(axes, (name,), QKV(order=order, num_kv=0))
@@ -130,8 +130,8 @@ class LatentAttention:
         if self.bias:
             biases = Reordered(order) if order else Flat()
             lines["attn.kv_a_bias"] = WeightLine("latent_key", f"{first}.bias", biases, "zeros")
-        own, both = f"{ATTENTION}.kv_a_layernorm.weight", f"{ATTENTION}.kv_b_proj.weight"
-        lines["attn.kv_norm"] = WeightLine("latent", own, init="ones")
+        hf, both = f"{ATTENTION}.kv_a_layernorm.weight", f"{ATTENTION}.kv_b_proj.weight"
+        lines["attn.kv_norm"] = WeightLine("latent", hf, init="ones")
         dims = self.nope_dim, self.value_dim
         axes = "query_heads | nope_dim -> latent", "query_heads | latent -> value_dim"
         lines["attn.k_b"] = WeightLine(axes[0], both, HeadPart(dims, 0))
@@ -170,5 +170,5 @@ class LatentAttention:
 
     @staticmethod
     def _by_head(x: Array, weight: object, context: Context) -> Array:
-        how = {"num_rows": context.num_tokens, "implementation": context.options.kernels}
-        return linear_by_head(x, weight, **how)  # type: ignore[arg-type]
+        options = {"num_rows": context.num_tokens, "implementation": context.options.kernels}
+        return linear_by_head(x, weight, **options)  # type: ignore[arg-type]

@@ -105,7 +105,7 @@ def run_layers(
 
 
 def _unrolled(
-    whole: _Pass, layers: Sequence[LayerWeights], state: mesh.State, inputs: PerLayerInput
+    whole: _Pass, layers: Sequence, state: mesh.State, inputs: PerLayerInput
 ) -> mesh.State:
     x, cache = state
     pools, groups = _layer_pools(cache, len(layers), 0), whole.groups

@@ -226,8 +226,8 @@ def local_tokens(batch: Batch, shards: Shards | None) -> Batch:
     if shards.data > 1 and rows % shards.data == 0:
         size = rows // shards.data
         begin = jax.lax.axis_index(DATA) * size
-        own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, begin, size), batch)
-        batch = replace(own, split=(*own.split, DATA))
+        local = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, begin, size), batch)
+        batch = replace(local, split=(*local.split, DATA))
     if shards.sequence > 1 and seq % shards.sequence == 0:
         size = seq // shards.sequence
         begin = jax.lax.axis_index(SEQUENCE) * size
@@ -253,13 +253,13 @@ def _local_list(batch: Batch, shards: Shards) -> Batch:
         begin = jax.lax.axis_index(DATA) * count
         names = ("query_lens", "context_lens", "query_starts", "query_positions")
         names += ("block_tables", "first_positions")
-        own = {
+        fields = {
             name: jax.tree.map(
                 lambda x: jax.lax.dynamic_slice_in_dim(x, begin, count), getattr(batch, name)
             )
             for name in names
         }
-        batch = _local_tokens_of_list(replace(batch, **own), DATA, shards.data)
+        batch = _local_tokens_of_list(replace(batch, **fields), DATA, shards.data)
     if shards.sequence > 1 and batch.tokens.shape[1] % shards.sequence == 0:
         batch = _local_tokens_of_list(batch, SEQUENCE, shards.sequence)
     return batch
@@ -320,9 +320,9 @@ def in_stages(
     Hidden states go from a stage to the next; the last one's go to all. A stage that is not at its
     turn runs nothing and waits.
     """
-    own, last = jax.lax.axis_index(STAGE), shards.stage - 1
+    stage, last = jax.lax.axis_index(STAGE), shards.stage - 1
     for turn in range(shards.stage):
-        x, cache = jax.lax.cond(own == turn, run, lambda x, cache: (x, cache), x, cache)
+        x, cache = jax.lax.cond(stage == turn, run, lambda x, cache: (x, cache), x, cache)
         if turn < last:
             x = jax.lax.ppermute(x, STAGE, [(turn, turn + 1)])
-    return jax.lax.psum(jnp.where(own == last, x, jnp.zeros_like(x)), STAGE), cache
+    return jax.lax.psum(jnp.where(stage == last, x, jnp.zeros_like(x)), STAGE), cache

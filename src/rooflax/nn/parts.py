@@ -459,9 +459,9 @@ class Moe:
     def _both(self, dense: Mlp, w: LayerWeights, x: Hidden, context: Context) -> Hidden:
         """The dense network and the experts, each with a norm of its result."""
         norm, residual = dense.wiring.prologue(dense.norm, dense.key, w), dense.wiring.residual(x)
-        own = {key: self.norm.of(w, f"{key}.own_norm") for key in ("mlp", dense.key)}
-        h = context.norm(dense.branch(w, x, context, norm, None), own[dense.key])
-        h = h + context.norm(self._experts(w, x, context), own["mlp"])
+        norms = {key: self.norm.of(w, f"{key}.own_norm") for key in ("mlp", dense.key)}
+        h = context.norm(dense.branch(w, x, context, norm, None), norms[dense.key])
+        h = h + context.norm(self._experts(w, x, context), norms["mlp"])
         return h if residual is None else residual + h
 
     def _experts(
@@ -473,10 +473,10 @@ class Moe:
         router = context.linear(rows, w["mlp.router"], w.get("mlp.router_bias"), prologue=reads)
         router = router * x.shape[-1] ** -0.5 if self.router_norm else router
         bias = taken(w["mlp.choice_bias"]) if self.biased else None
-        how = {"renormalise": self.renormalise, "bias": bias, "scale": self.scale}
-        how |= {"groups": (self.groups, self.chosen_groups)}
-        how |= {"implementation": context.options.kernels}
-        expert_ids, routing_weights = route(router, self.experts_per_token, **how)
+        options = {"renormalise": self.renormalise, "bias": bias, "scale": self.scale}
+        options |= {"groups": (self.groups, self.chosen_groups)}
+        options |= {"implementation": context.options.kernels}
+        expert_ids, routing_weights = route(router, self.experts_per_token, **options)
         if self.expert_scales:
             routing_weights = routing_weights * taken(w["mlp.expert_scales"])[expert_ids]
         gate = self.activation

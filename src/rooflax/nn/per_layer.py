@@ -78,9 +78,9 @@ class PerLayer:
         Args:
             x: the tokens' embeddings.
         """
-        how = {"num_rows": context.num_tokens, "kernels": context.options.kernels}
+        options = {"num_rows": context.num_tokens, "kernels": context.options.kernels}
         table = weights["per_layer.embed"]
-        rows = mesh.embed(table, tokens, context.shards, dtype="float32", **how)
+        rows = mesh.embed(table, tokens, context.shards, dtype="float32", **options)
         rows = rows.reshape(*tokens.shape, self.num_layers, self.width) * math.sqrt(self.width)
         projected = context.linear(x, weights["per_layer.projection"]) * x.shape[-1] ** -0.5
         norm = self.norm.of(weights, "per_layer.norm")

@@ -104,10 +104,10 @@ class _HostStack:
     def add(self, row: int, leaf: Any) -> None:
         parts, tree = jax.tree.flatten(leaf)
         places = self.places(row, tree, [(part.shape, part.dtype) for part in parts])
-        for own, part in zip(places, parts, strict=True):
-            given = np.asarray(part)
-            if own.ctypes.data != given.ctypes.data:
-                own[...] = given
+        for place, part in zip(places, parts, strict=True):
+            array = np.asarray(part)
+            if place.ctypes.data != array.ctypes.data:
+                place[...] = array
 
     def done(self) -> Any:
         return stack_by_kind(self._of, self._stack)

@@ -179,11 +179,11 @@ class QKV(TensorLayout):
         for part, where in zip(parts, self._slices(group), strict=True):
             heads = part.reshape(kv_heads, -1, head_dim, *part.shape[1:])
             for at, head in np.ndindex(heads.shape[:2]):
-                own = heads[at, head][self._order(where.start + head, group)]
+                ordered = heads[at, head][self._order(where.start + head, group)]
                 if self.bias:
-                    out[at, where.start + head] = own
+                    out[at, where.start + head] = ordered
                 else:
-                    _turn(own, out[:, at, where.start + head])
+                    _turn(ordered, out[:, at, where.start + head])
 
     def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
         group, heads = array.shape[-2], []
@@ -348,8 +348,8 @@ class PerExpert(TensorLayout):
         return self.each.hf_shapes(in_shape[1:], out_shape) * in_shape[0]
 
     def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
-        for own, expert in zip(_by_expert(parts, len(out)), out, strict=True):
-            self.each.join(own, expert)
+        for expert_parts, expert in zip(_by_expert(parts, len(out)), out, strict=True):
+            self.each.join(expert_parts, expert)
 
     def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
         return [part for expert in array for part in self.each.split(expert, in_shape[1:])]
@@ -358,7 +358,7 @@ class PerExpert(TensorLayout):
         self, parts: Sequence[np.ndarray], shape: Shape, where: Where
     ) -> list[np.ndarray]:
         chosen = _by_expert(parts, shape[0])[where[0]]
-        return [part for own in chosen for part in self.each.slice_parts(own, shape[1:], where[1:])]
+        return [p for rows in chosen for p in self.each.slice_parts(rows, shape[1:], where[1:])]
 
 
 def _by_expert(parts: Sequence[np.ndarray], count: int) -> list[Sequence[np.ndarray]]:
@@ -418,8 +418,8 @@ class HeadRows(TensorLayout):
             if self.is_kernel:
                 out[:, begin:end] = rows.reshape(*rows.shape[:2], -1)
             else:
-                for head, own in enumerate(rows):
-                    _turn(own, out[:, head, begin:end])
+                for head, head_rows in enumerate(rows):
+                    _turn(head_rows, out[:, head, begin:end])
             begin = end
 
     def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
@@ -441,11 +441,11 @@ class HeadRows(TensorLayout):
         """Of each kind [heads, width, ...]; parts of the tensors come so."""
         if parts[0].ndim == (4 if self.is_kernel else 3):
             return list(parts)
-        found = []
+        by_part = []
         for part, widths in zip(parts, self.widths, strict=True):
             for rows in np.split(part, np.cumsum([heads * width for width in widths])[:-1]):
-                found.append(rows.reshape(heads, -1, *part.shape[1:]))
-        return found
+                by_part.append(rows.reshape(heads, -1, *part.shape[1:]))
+        return by_part
 
 
 @dataclass(frozen=True)
@@ -468,11 +468,11 @@ class HeadPart(TensorLayout):
         return [(in_shape[0] * sum(self.widths), inner)]
 
     def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
-        for rows, own in zip(self._rows(parts[0], len(out)), out, strict=True):
+        for rows, place in zip(self._rows(parts[0], len(out)), out, strict=True):
             if self.kind == 0:
-                own[...] = rows
+                place[...] = rows
             else:
-                _turn(rows, own)
+                _turn(rows, place)
 
     def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
         rows = array if self.kind == 0 else array.swapaxes(1, 2)

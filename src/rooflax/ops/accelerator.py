@@ -44,8 +44,8 @@ def missing() -> str | None:
     here = platform()
     if here == "gpu" and jax.__version_info__ < OLDEST_GPU_JAX:
         return f"GPU kernels need JAX 0.11 or later, and this is {jax.__version__}"
-    if here == "gpu" and not (found := capability() or HOPPER).startswith(HOPPER):
-        return f"GPU kernels are for Hopper (compute capability 9), and this GPU has {found}"
+    if here == "gpu" and not (chip := capability() or HOPPER).startswith(HOPPER):
+        return f"GPU kernels are for Hopper (compute capability 9), and this GPU has {chip}"
     if here not in ("gpu", "tpu"):
         return f"Pallas kernels are for GPU and TPU, and JAX runs on {here}"
     return None

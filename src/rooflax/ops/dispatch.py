@@ -147,7 +147,7 @@ class Operation:
 
     def backend(self, name: str) -> Backend:
         """The one of this name, whether it can run here or not."""
-        found = self.backends[name]
-        if isinstance(found, Backend):
-            return found
-        return import_module(found.format(platform=accelerator.platform())).BACKEND
+        entry = self.backends[name]
+        if isinstance(entry, Backend):
+            return entry
+        return import_module(entry.format(platform=accelerator.platform())).BACKEND

@@ -29,9 +29,9 @@ def words_layout(columns: int = 16) -> Any:
 def values_layout(tile: tuple[int, int] = VALUES_TILE) -> Any:
     """Of a tile of values: a warp has a quarter of its rows, a thread neighbours of one of them."""
     rows, columns = tile
-    own = rows // 4, rows * columns // 128
+    warp_tile = rows // 4, rows * columns // 128
     return plgpu.Layout.TILED(
-        plgpu.Tiling((tile, own)), warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1
+        plgpu.Tiling((tile, warp_tile)), warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1
     )
 
 
@@ -89,9 +89,9 @@ def launch(
     scratch_bytes: int = 2048,
     by_lane: bool = False,
     barriers: bool = True,
-    **how: Any,
+    **options: Any,
 ) -> Callable[..., Any]:
-    """A kernel of one warpgroup per program, unless `how` says more.
+    """A kernel of one warpgroup per program, unless `options` says more.
 
     Args:
         out: shapes and types of what it writes.
@@ -113,7 +113,7 @@ def launch(
             reduction_scratch_bytes=scratch_bytes,
             unsafe_no_auto_barriers=not barriers,
         ),
-        **how,
+        **options,
     )
 
 

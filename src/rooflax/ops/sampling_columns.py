@@ -73,5 +73,5 @@ def write(
     ids[:], values[:], allowed[:], stop[:] = 0, 0, NO_ID, NO_ID
     ids[: len(bias)] = list(bias)
     values.view(np.float32)[: len(bias)] = list(bias.values())
-    for columns, given in ((allowed, tuple(allowed_ids)), (stop, tuple(stop_ids))):
-        columns[: len(given)] = given
+    for columns, token_ids in ((allowed, tuple(allowed_ids)), (stop, tuple(stop_ids))):
+        columns[: len(token_ids)] = token_ids

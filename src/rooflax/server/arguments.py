@@ -47,8 +47,8 @@ class ArgumentStream:
     def head(body: str) -> tuple[str, str] | None:
         """Name and beginning of the arguments of `{"name": ..., "arguments": {...`; None where
         this is not what is written, or not yet."""
-        found = _HEAD.match(body)
-        return (found["name"], found["rest"]) if found else None
+        match = _HEAD.match(body)
+        return (match["name"], match["rest"]) if match else None
 
     @property
     def is_in_string(self) -> bool:
@@ -68,11 +68,11 @@ class ArgumentStream:
                     return text
                 self.is_escaped = False
                 at += 1
-            found = _NOTABLE.search(text, at)
-            if found is None:
+            match = _NOTABLE.search(text, at)
+            if match is None:
                 return text
-            at = found.end()
-            if self._note(found[0]):
+            at = match.end()
+            if self._note(match[0]):
                 return text[:at]
 
     def _note(self, sign: str) -> bool:
@@ -126,11 +126,11 @@ class StringEnd:
             if self._is_escaped:
                 self._is_escaped, at = False, at + 1
                 continue
-            found = _QUOTE_OR_ESCAPE.search(text, at)
-            if found is None:
+            match = _QUOTE_OR_ESCAPE.search(text, at)
+            if match is None:
                 return
-            at = found.end()
-            self._is_escaped = found[0] == "\\"
+            at = match.end()
+            self._is_escaped = match[0] == "\\"
             if not self._is_escaped:
                 self._end = begun + at
         behind = text[at:].lstrip(" \t\r\n") if self._end else ""
@@ -162,11 +162,11 @@ def calls_of(body: str, names: Container[str] | None = None) -> list[Call]:
         names: those of which a call may have no arguments; None takes any.
     """
     try:
-        found = json.loads(body)
+        parsed = json.loads(body)
     except (ValueError, RecursionError):
         return []
     calls = []
-    for item in found if isinstance(found, list) else [found]:
+    for item in parsed if isinstance(parsed, list) else [parsed]:
         name = item.get("name") if isinstance(item, dict) else None
         if not isinstance(name, str) or not name:
             return []
@@ -178,8 +178,8 @@ def calls_of(body: str, names: Container[str] | None = None) -> list[Call]:
         if not isinstance(arguments, dict):
             return []
         identity = item.get("id", "")
-        given = identity if isinstance(identity, str) else ""
-        calls.append(Call(name, json.dumps(arguments, ensure_ascii=False), given))
+        call_id = identity if isinstance(identity, str) else ""
+        calls.append(Call(name, json.dumps(arguments, ensure_ascii=False), call_id))
     return calls
 
 
@@ -232,7 +232,7 @@ def notation_calls(body: str, calls: Calls) -> list[Call]:
     """The calls of a body in a notation of its own; none where it is something else."""
     notation = calls.notation
     assert notation is not None
-    scanner, found = Scanner(body, notation), []
+    scanner, parsed = Scanner(body, notation), []
     is_list = calls.style == "python"
 
     def one() -> None:
@@ -240,7 +240,7 @@ def notation_calls(body: str, calls: Calls) -> list[Call]:
             scanner.want(calls.name_open)
         name = scanner.name()
         arguments = {} if scanner.is_at_end and not is_list else scanner.arguments()
-        found.append(Call(name, json.dumps(arguments, ensure_ascii=False)))
+        parsed.append(Call(name, json.dumps(arguments, ensure_ascii=False)))
 
     try:
         if is_list:
@@ -250,4 +250,4 @@ def notation_calls(body: str, calls: Calls) -> list[Call]:
             one()
     except NoNotation:
         return []
-    return found if scanner.is_at_end else []
+    return parsed if scanner.is_at_end else []

@@ -319,7 +319,7 @@ def _tagged(grammar: Grammar, calls: Calls, schema: Mapping[str, Any]) -> str:
     """Parameters one by one: texts as they are, everything else as JSON."""
     tags, shared = calls.tags, {k: schema[k] for k in ("$defs", "definitions") if k in schema}
     assert tags is not None
-    found = []
+    parameters = []
     for key, of_key in schema.get("properties", {}).items():
         head = grammar.text(tags.key_open + key + tags.key_close + tags.value_open)
         end = tags.value_close
@@ -332,8 +332,8 @@ def _tagged(grammar: Grammar, calls: Calls, schema: Mapping[str, Any]) -> str:
             json_schema = {**of_key, **shared} if isinstance(of_key, Mapping) else of_key
             value = f"%json {json.dumps(json_schema)} {grammar.text(end)}"
         optional = "" if key in schema.get("required", ()) else "?"
-        found.append(f"({head} {value}){optional}")
-    return " ".join(found) or '""'
+        parameters.append(f"({head} {value}){optional}")
+    return " ".join(parameters) or '""'
 
 
 def _any_tagged(grammar: Grammar, tags: Tags) -> str:

@@ -156,15 +156,15 @@ class Reader:
     def _texts(self) -> tuple[str, ...]:
         if self._is_harmony:
             return _HARMONY_MARKS
-        found: list[str] = []
+        texts: list[str] = []
         if self._reasoning is not None:
-            found += [self._reasoning.open, self._reasoning.close]
+            texts += [self._reasoning.open, self._reasoning.close]
         if self._calls is not None:
-            found += [*self._calls.open, *([self._calls.close] if self._calls.close else [])]
-            found += self._calls.skipped
+            texts += [*self._calls.open, *([self._calls.close] if self._calls.close else [])]
+            texts += self._calls.skipped
             if self._calls.tags is not None and self._calls.tags.body_end:
-                found.append(self._calls.tags.body_end)
-        return tuple(found)
+                texts.append(self._calls.tags.body_end)
+        return tuple(texts)
 
     def take(self, num_characters: int, *, is_last: bool = False) -> list[Event]:
         """The pieces since the last time in their order, as far as the content is certain.
@@ -173,21 +173,21 @@ class Reader:
             num_characters: of content that no stop string can cut any more.
             is_last: nothing follows; what is left is cut off.
         """
-        found: list[Event] = []
+        taken: list[Event] = []
         for number, each in enumerate(self._events):
             if each.kind == "content" and len(each.text) > num_characters:
                 kept, held = each.text[:num_characters], each.text[num_characters:]
                 if kept:
-                    found.append(each._replace(text=kept))
+                    taken.append(each._replace(text=kept))
                 self.certain = each.at + len(kept)
                 rest = self._events[number + 1 :]
                 self._events = [each._replace(text=held, at=self.certain), *rest]
-                return found
+                return taken
             if each.kind == "content":
                 num_characters -= len(each.text)
-            found.append(each)
+            taken.append(each)
         self._events, self.certain = [], sys.maxsize if is_last else self._settled
-        return found
+        return taken
 
     @property
     def _settled(self) -> int:
@@ -292,19 +292,19 @@ class Reader:
             if self._call is not None and self._call.close is not None:
                 return (self._call.close,)
             return () if self._calls.is_whole_message else self._calls.open
-        found = [self._reasoning.open] if self._reasoning and not self._has_content else []
+        marks = [self._reasoning.open] if self._reasoning and not self._has_content else []
         calls = self._calls
         if calls is not None and not (calls.is_whole_message and self._has_content):
-            found += [*calls.open, *calls.skipped]
-        return tuple(found)
+            marks += [*calls.open, *calls.skipped]
+        return tuple(marks)
 
     def _next_mark(self, text: str) -> tuple[int, str | None]:
-        found = [(text.find(mark), mark) for mark in self._watched()]
-        found = [pair for pair in found if pair[0] >= 0]
+        places = [(text.find(mark), mark) for mark in self._watched()]
+        places = [pair for pair in places if pair[0] >= 0]
         is_first = self._calls is not None and self._calls.is_whole_message
         if is_first and self._state is State.CONTENT:
-            found = [pair for pair in found if not text[: pair[0]].strip()]
-        return min(found, key=lambda pair: (pair[0], -len(pair[1])), default=(0, None))
+            places = [pair for pair in places if not text[: pair[0]].strip()]
+        return min(places, key=lambda pair: (pair[0], -len(pair[1])), default=(0, None))
 
     def _held(self, text: str) -> int:
         """Characters at the end that may begin a mark."""
@@ -486,7 +486,7 @@ class _OpenCall:
         return "".join(self._parts[self._num_before :])
 
     def push(self, text: str) -> list[Event]:
-        found: list[Event] = []
+        events: list[Event] = []
         self._parts.append(text)
         if self.stream is None:
             if not self._seeks:
@@ -499,12 +499,12 @@ class _OpenCall:
                 return []
             name, text, identity = begun
             self.stream = ArgumentStream()
-            found.append(Event("call", name, id=identity))
+            events.append(Event("call", name, id=identity))
         piece = self.stream.push(text)
         if piece:
             self._arguments.append(piece)
-            found.append(Event("arguments", piece))
-        return found
+            events.append(Event("arguments", piece))
+        return events
 
     def _begin(self, body: str) -> tuple[str, str, str] | None:
         """The name, what of the arguments has come, and the id; None as long as that is not
@@ -534,11 +534,11 @@ class _OpenCall:
                 events.append(Event("arguments", "{}"))
             parses = is_object("".join(self._arguments))
             return [*events, Event("call_end", "" if parses else raw)], None
-        found = [] if is_cut else self._whole(schemas)
-        if not found:
+        calls = [] if is_cut else self._whole(schemas)
+        if not calls:
             return [], raw
         events = []
-        for name, arguments, identity in found:
+        for name, arguments, identity in calls:
             events += [Event("call", name, id=identity), Event("arguments", arguments)]
             events.append(Event("call_end", ""))
         return events, None

@@ -103,8 +103,8 @@ class Service:
     @property
     def names(self) -> tuple[str, ...]:
         """Under which the model is served, and then its adapters."""
-        own = self.settings.served_names or (self._name,)
-        return own if self.engine is None else (*own, *self.engine.loras)
+        base_names = self.settings.served_names or (self._name,)
+        return base_names if self.engine is None else (*base_names, *self.engine.loras)
 
     def ready(self) -> AsyncLLM:
         """The engine.
@@ -260,7 +260,7 @@ class Service:
         """Sequences that run at once."""
         return self.ready().llm.max_num_seqs
 
-    async def in_thread(self, work: Callable[..., Any], *args: Any, **how: Any) -> Any:
+    async def in_thread(self, work: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Work that takes long, beside the loop: encoding, templates, large JSON.
 
         Raises:
@@ -271,7 +271,7 @@ class Service:
         self._num_texts += 1
         try:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._texts, lambda: work(*args, **how))
+            return await loop.run_in_executor(self._texts, lambda: work(*args, **options))
         finally:
             self._num_texts -= 1
 
@@ -289,10 +289,10 @@ class Service:
             self._num_trials += 1
             try:
                 loop = asyncio.get_running_loop()
-                found = await loop.run_in_executor(self._trials, structured.faults, new)
+                new_faults = await loop.run_in_executor(self._trials, structured.faults, new)
             finally:
                 self._num_trials -= 1
-            self._faults |= zip(new, found, strict=True)
+            self._faults |= zip(new, new_faults, strict=True)
         known = [self._faults[text] for text in grammars]
         while len(self._faults) > MAX_FAULTS:
             del self._faults[next(iter(self._faults))]
@@ -346,7 +346,7 @@ class Service:
                 "/v1/completions.",
                 param="messages",
             )
-        how = {**variables, "tools": list(tools) or None}
+        options = {**variables, "tools": list(tools) or None}
         is_text = self.format.name == GENERIC and (tools or "tool_calls" not in template)
         if is_text and tools and not self._has_said_generic:
             self._has_said_generic = True
@@ -356,7 +356,7 @@ class Service:
             )
         work = encode_as_text if is_text else encode
         try:
-            return await self.in_thread(partial(work, llm.tokenizer, messages, **how))
+            return await self.in_thread(partial(work, llm.tokenizer, messages, **options))
         except RequestError as error:
             raise ApiError(str(error), param="messages") from None
 

@@ -112,14 +112,14 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def owner(self, given: bytes | None) -> str | None:
+    def owner(self, key: bytes | None) -> str | None:
         """A name of the key that was given, for isolation and limits; None if it is none of ours.
 
         Every key is compared, whether one fits or not.
         """
-        digest = hashlib.sha256(given or b"").digest()
+        digest = hashlib.sha256(key or b"").digest()
         fits = [hmac.compare_digest(digest, one) for one in self._digests]
-        return digest.hex()[:16] if given is not None and any(fits) else None
+        return digest.hex()[:16] if key is not None and any(fits) else None
 
 
 def host_is_allowed(settings: Settings, header: str) -> bool:

@@ -64,28 +64,28 @@ class Turn:
     """One conversation's samples.
 
     Args:
-        found: fields as /v1/chat/completions has them; those of other APIs are turned into these.
+        fields: as /v1/chat/completions has them; those of other APIs are converted to these.
         most_field: the API's own name of max_tokens.
 
     Attributes:
         prompt: once the pieces have begun.
     """
 
-    def __init__(self, call: Call, found: Mapping[str, Any], most_field: str | None = None):
-        self.call, self.found = call, found
-        self.num_samples: int = found.get("n", 1)
+    def __init__(self, call: Call, fields: Mapping[str, Any], most_field: str | None = None):
+        self.call, self.fields = call, fields
+        self.num_samples: int = fields.get("n", 1)
         self.prompt: Prompt | None = None
         self._readers: dict[int, Reader] = {}
         self._waiting: dict[int, list[dict[str, Any]]] = defaultdict(list)
-        self._most = "max_completion_tokens" if "max_completion_tokens" in found else "max_tokens"
+        self._most = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
         self._most_field = most_field or self._most
-        top = found.get("top_logprobs")
-        if top is not None and not found.get("logprobs"):
+        top = fields.get("top_logprobs")
+        if top is not None and not fields.get("logprobs"):
             raise ApiError(
                 "top_logprobs is given without logprobs; say logprobs: true.", param="top_logprobs"
             )
-        self._logprobs = (top or 0) if found.get("logprobs") else None
-        self._form = form_of(found)
+        self._logprobs = (top or 0) if fields.get("logprobs") else None
+        self._form = form_of(fields)
 
     def call_id(self, event: Event, prefix: str = "call_") -> str:
         """The model's own, or a new one of the kind that its template wants."""
@@ -102,13 +102,13 @@ class Turn:
         """
         call, service = self.call, self.call.service
         with service.reserved(self.num_samples, call.owner):
-            prompt = self.prompt = await render(service, self.found)
+            prompt = self.prompt = await render(service, self.fields)
             tokenizer = service.ready().llm.tokenizer
-            max_tokens = self.found.get(self._most)
+            max_tokens = self.fields.get(self._most)
             service.check_length(len(prompt.ids), max_tokens, self._most_field)
             thinks = prompt.thinks(tokenizer.decode)
             params = sampling_params(
-                self.found,
+                self.fields,
                 call.seed,
                 await self._grammars(prompt, thinks),
                 max_tokens=max_tokens,
@@ -117,14 +117,14 @@ class Turn:
             call.usage.prompt_tokens = len(prompt.ids)
 
             def reader(index: int) -> Reader:
-                found = self._readers[index] = Reader(
+                one_reader = self._readers[index] = Reader(
                     tokenizer,
                     prompt.format,
                     prompt.ids,
                     reads_calls=bool(prompt.choice.tools),
                     schemas=prompt.choice.schemas,
                 )
-                return found
+                return one_reader
 
             stream = service.stream(
                 [prompt.ids],
@@ -133,7 +133,7 @@ class Turn:
                 model=call.model,
                 cache_salt=call.cache_salt,
                 decoders=reader,
-                form_field=form_field(self.found) if self._form else "tools",
+                form_field=form_field(self.fields) if self._form else "tools",
             )
             async with aclosing(stream) as deltas:
                 async for delta in deltas:
@@ -160,21 +160,21 @@ class Turn:
         waiting = self._waiting[delta.index]
         spelling = self.call.service.spelling
         waiting += spelling.chat(delta.tokens, delta.logprobs, self._logprobs)
-        is_last, found = delta.completion is not None, []
+        is_last, parts = delta.completion is not None, []
         # Beyond the spans is a token that ended the answer.
         for entry, (begin, end) in zip(waiting, reader.spans, strict=False):
             if end > reader.certain and not is_last:
                 break
             part = Spelled(entry, begin, end).within(-1, reader.certain)
-            found.append(part)
-        del waiting[: len(found)], reader.spans[: len(found)]
-        return [part for part in found if part is not None]
+            parts.append(part)
+        del waiting[: len(parts)], reader.spans[: len(parts)]
+        return [part for part in parts if part is not None]
 
     async def _grammars(self, prompt: Prompt, thinks: Thinks) -> dict[str, Any]:
         service, choice = self.call.service, prompt.choice
         special, trials = service.special, choice.trials(service.special)
-        found = await service.faults(list(trials.values()))
-        faults = dict(zip(trials, found, strict=True))
+        fault_list = await service.faults(list(trials.values()))
+        faults = dict(zip(trials, fault_list, strict=True))
         calls = choice.grammar(special, thinks, self._form, faults)
         if calls is not None:
             return {"grammar": calls}

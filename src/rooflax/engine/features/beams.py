@@ -100,17 +100,17 @@ class BeamGroup:
         best = sorted(candidates, key=lambda c: -c.score)
         length = first.num_output_tokens + 1
         is_last = length >= first.max_tokens
-        for found in best[:count]:
-            if is_last or found.token in first.stop_ids:
-                self._finish(found, length)
-        open_ = [found for found in best if found.token not in first.stop_ids][:count]
+        for beam in best[:count]:
+            if is_last or beam.token in first.stop_ids:
+                self._finish(beam, length)
+        open_ = [beam for beam in best if beam.token not in first.stop_ids][:count]
         if is_last or self._is_over(open_[0].score, length):
             return {}
         return _next_beams(open_, count)
 
-    def _finish(self, found: Continuation, length: int) -> None:
-        tokens = (*self.members[found.parent].output_tokens, found.token)
-        done = Hypothesis(self._penalised(found.score, length), tokens)
+    def _finish(self, beam: Continuation, length: int) -> None:
+        tokens = (*self.members[beam.parent].output_tokens, beam.token)
+        done = Hypothesis(self._penalised(beam.score, length), tokens)
         ranked = sorted([*self.finished, done], key=lambda h: -h.score)
         self.finished = ranked[: len(self.members)]
 
@@ -139,12 +139,12 @@ class BeamGroup:
 
     def go_on(self, next_beams: dict[int, Continuation], now_s: float) -> None:
         """Gives every beam the tokens of its continuation."""
-        for index, found in next_beams.items():
-            if found.parent != index:
-                self.members[index].tokens = list(self.members[found.parent].tokens)
-        for index, found in next_beams.items():
-            self.members[index].tokens.append(found.token)
-            self.scores[index] = found.score
+        for index, beam in next_beams.items():
+            if beam.parent != index:
+                self.members[index].tokens = list(self.members[beam.parent].tokens)
+        for index, beam in next_beams.items():
+            self.members[index].tokens.append(beam.token)
+            self.scores[index] = beam.score
         for member in self.members:
             member.sampler.candidates = ()
         self.members[0].times.tokens_s.append(now_s)
@@ -164,11 +164,11 @@ def _next_beams(chosen: list[Continuation], count: int) -> dict[int, Continuatio
     """Which of `count` beams takes which continuation."""
     next_beams: dict[int, Continuation] = {}
     others = []
-    for found in chosen:
-        if found.parent in next_beams:
-            others.append(found)
+    for beam in chosen:
+        if beam.parent in next_beams:
+            others.append(beam)
         else:
-            next_beams[found.parent] = found
+            next_beams[beam.parent] = beam
     idle = [index for index in range(count) if index not in next_beams]
     return next_beams | dict(zip(idle, others, strict=True))
 
@@ -183,9 +183,9 @@ def advance(scheduler: Scheduler, now_s: float) -> list[BeamGroup]:
     ready = [group for group in groups.values() if group.is_ready]
     for group in ready:
         next_beams = group.choose()
-        for child, found in next_beams.items():
-            if child != found.parent:
-                scheduler.fork(group.members[child], group.members[found.parent])
+        for child, continued in next_beams.items():
+            if child != continued.parent:
+                scheduler.fork(group.members[child], group.members[continued.parent])
         if next_beams:
             group.go_on(next_beams, now_s)
         else:

@@ -289,9 +289,9 @@ def _gathered(
     scales: Float[Array, "blocks K block_size"], block_tables: Int[Array, "B nb"], heads: int
 ) -> Float[Array, "B parts heads S"]:
     """The rows' scales one after the other: 4 bytes for head_dim of values."""
-    found = scales.at[block_tables].get(mode="promise_in_bounds")  # [B, nb, K, block_size]
-    rows, _, kv_heads, _ = found.shape
-    return found.swapaxes(1, 2).reshape(rows, kv_heads // heads, heads, -1)
+    gathered = scales.at[block_tables].get(mode="promise_in_bounds")  # [B, nb, K, block_size]
+    rows, _, kv_heads, _ = gathered.shape
+    return gathered.swapaxes(1, 2).reshape(rows, kv_heads // heads, heads, -1)
 
 
 BACKEND = Backend(paged_attention, unsupported, reads_blocks=True)

@@ -102,8 +102,8 @@ class Frozen(Wrapper):
         y = y.astype(dtype)
         return y if residual is None else y + residual
 
-    def take(self, ids: Int[Array, " n"], **how: Any) -> Float[Array, "n in"]:
-        return take(self.operand, ids, **how)
+    def take(self, ids: Int[Array, " n"], **options: Any) -> Float[Array, "n in"]:
+        return take(self.operand, ids, **options)
 
 
 def _product(x: Float[Array, "rows in"], w: Operand) -> Float[Array, "rows out"]:

@@ -116,8 +116,8 @@ def int8_matmul(x: Float[Array, "rows in"], w: Quantized) -> Float[Array, "rows 
     outer, inner = w.outer, w.inner
     codes = w.values.swapaxes(-3, -2).reshape(w.values.shape[0] * PANEL, -1)[:outer, :inner].T
     whole, step = int8_codes(x.astype(jnp.float32))
-    how = {"preferred_element_type": jnp.int32}
-    sums = jax.lax.dot_general(whole.astype(jnp.int8), codes, (((1,), (0,)), ((), ())), **how)
+    options = {"preferred_element_type": jnp.int32}
+    sums = jax.lax.dot_general(whole.astype(jnp.int8), codes, (((1,), (0,)), ((), ())), **options)
     return sums.astype(jnp.float32) * step * w.scales[None, :outer]
 
 

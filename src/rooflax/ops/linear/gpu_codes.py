@@ -217,12 +217,12 @@ def _mxfp4(words: list[jax.Array], zero: jax.Array) -> list[jax.Array]:
     from rooflax.ops.mosaic_bytes import looked_up
 
     del zero
-    found = []
+    numbers = []
     for packed in words:
         turned = packed ^ -0x77777778
         for codes, others in ((packed, turned), (packed >> 16, turned >> 16)):
-            found.append(looked_up(POSITIVE, codes) & looked_up(NEGATIVE, others))
-    return found
+            numbers.append(looked_up(POSITIVE, codes) & looked_up(NEGATIVE, others))
+    return numbers
 
 
 def _as_they_are(words: list[jax.Array], zero: jax.Array) -> list[jax.Array]:

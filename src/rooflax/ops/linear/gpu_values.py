@@ -99,12 +99,12 @@ class Packing:
         return words, totals
 
     def store(
-        self, packed: Any, start: Any, found: tuple[list[jax.Array], list[jax.Array]]
+        self, packed: Any, start: Any, words_totals: tuple[list[jax.Array], list[jax.Array]]
     ) -> None:
         """Puts the values of a tile of groups where `packed`, [count, groups], has them."""
         from rooflax.ops.mosaic import pl, store
 
-        words, totals = found
+        words, totals = words_totals
         place, each = pl.ds(start, GROUPS), len(words) // self.parts
         for at, value in enumerate(words):
             part, number = divmod(at, each)
@@ -165,9 +165,9 @@ class Source:
 
     def squares(self, row: Any, start: Any) -> jax.Array:
         """Of a tile of groups, both halves added."""
-        found = [self.tile(row, start, half) for half in range(self.x.shape[3] // HALF)]
-        total = found[0] * found[0]
-        for value in found[1:]:
+        values = [self.tile(row, start, half) for half in range(self.x.shape[3] // HALF)]
+        total = values[0] * values[0]
+        for value in values[1:]:
             total = total + value * value
         return total
 
@@ -180,11 +180,11 @@ class Source:
 
         def added(index: Any, total: Any) -> Any:
             start, wanted = share.start(index)
-            found = self.squares(row, start)
+            squares = self.squares(row, start)
             if share.groups % GROUPS:
                 is_new = (number >= wanted - start).astype(jnp.int32)
-                found = jnp.where(spread(is_new, (GROUPS, HALF), 0, layout) > 0, found, 0.0)
-            return total + found
+                squares = jnp.where(spread(is_new, (GROUPS, HALF), 0, layout) > 0, squares, 0.0)
+            return total + squares
 
         zeros = filled((GROUPS, HALF), 0.0, layout)
         return jax.lax.fori_loop(0, share.count, added, zeros).sum(axis=1)
@@ -208,7 +208,7 @@ class Source:
         """The halves of a tile, behind the prologue."""
         from rooflax.ops.mosaic import load, pl, words_layout
 
-        found = []
+        values = []
         for half in range(self.x.shape[3] // HALF):
             value = self.tile(row, start, half)
             if isinstance(self.prologue, Activation | ClampedSwiglu):
@@ -217,8 +217,8 @@ class Source:
                 place = (pl.ds(start, GROUPS), pl.ds(half * HALF, HALF))
                 weight = load(self.weight.at[place], words_layout()).astype(jnp.float32)
                 value = value * scale * weight
-            found.append(value.astype(self.dtype).astype(jnp.float32))
-        return found
+            values.append(value.astype(self.dtype).astype(jnp.float32))
+        return values
 
 
 def gated(prologue: Activation | ClampedSwiglu, gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -259,10 +259,10 @@ def packed_values(
         x, prologue = applied(prologue, x), None
         behind = GROUPS - groups
         x = jnp.pad(x, ((0, 0), (0, behind * slots)))
-        found = packed_values(x, packing, None)[..., :groups]
-        return padded(found)
+        packed = packed_values(x, packing, None)[..., :groups]
+        return padded(packed)
     tiles, missing, layout = -(-groups // GROUPS), -groups % GROUPS, words_layout()
-    given, weights = operands(x, slots, prologue)
+    x_rows, weights = operands(x, slots, prologue)
     whole, first = Share(groups, 1, jnp.int32(0)), begin_of(groups)
 
     def body(x_ref: Any, *refs: Any) -> None:
@@ -297,7 +297,7 @@ def packed_values(
     width = first + tiles * GROUPS + (GROUPS if missing else 0)
     out = jax.ShapeDtypeStruct((rows, packing.count, width), jnp.int32)
     grid = {"tile": tiles + bool(missing), "row": rows}
-    return launch(body, out, grid, by_lane=True)(given, *weights)
+    return launch(body, out, grid, by_lane=True)(x_rows, *weights)
 
 
 def padded(values: Int[Array, "rows count groups"]) -> Int[Array, "rows count padded"]:

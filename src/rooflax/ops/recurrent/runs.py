@@ -46,11 +46,11 @@ class Runs:
 
     def numbers(self) -> tuple[Array, ...]:
         """What the native kernels read."""
-        own = (self.starts, self.lens, self.rows, self.is_new, self.targets, self.reached)
-        return tuple(x.astype(jnp.int32) for x in own)
+        columns = (self.starts, self.lens, self.rows, self.is_new, self.targets, self.reached)
+        return tuple(x.astype(jnp.int32) for x in columns)
 
     def states(self, pool: Float[Array, "rows ..."]) -> Float[Array, "R ..."]:
         """Of each sequence, before its tokens."""
-        found = pool.at[self.rows].get(mode="clip")
+        rows = pool.at[self.rows].get(mode="clip")
         is_new = self.is_new.reshape(-1, *[1] * (pool.ndim - 1))
-        return jnp.where(is_new, jnp.zeros_like(found), found)
+        return jnp.where(is_new, jnp.zeros_like(rows), rows)

@@ -154,10 +154,10 @@ class Format(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 @cache
 def formats() -> tuple[Format, ...]:
     """All of them."""
-    found = sorted(path.name for path in files(__name__).iterdir() if path.name.endswith(".json"))
+    names = sorted(path.name for path in files(__name__).iterdir() if path.name.endswith(".json"))
     return tuple(
         msgspec.convert(json.loads((files(__name__) / name).read_text("utf-8")), Format)
-        for name in found
+        for name in names
     )
 
 

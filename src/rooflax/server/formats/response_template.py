@@ -52,10 +52,10 @@ def _reasoning(field: Mapping[str, Any]) -> Reasoning:
 
 
 def _literal(field: Mapping[str, Any], name: str) -> str:
-    found = field.get(name)
-    if not isinstance(found, str) or not found:
+    text = field.get(name)
+    if not isinstance(text, str) or not text:
         raise Unreadable(f"{name} is not one literal text")
-    return found
+    return text
 
 
 def _calls(field: Mapping[str, Any]) -> Calls:
@@ -94,10 +94,10 @@ def _quote(args: Mapping[str, Any]) -> str:
 
 def _around_name(pattern: Any) -> tuple[str, str]:
     """The literal texts around the group `name` of a pattern."""
-    found = _NAMED.fullmatch(pattern) if isinstance(pattern, str) else None
-    if found is None:
+    match = _NAMED.fullmatch(pattern) if isinstance(pattern, str) else None
+    if match is None:
         raise Unreadable("open_pattern is more than a name between two literal texts")
-    return _unescaped(found["head"]), _unescaped(found["tail"])
+    return _unescaped(match["head"]), _unescaped(match["tail"])
 
 
 def _unescaped(pattern: str) -> str:
@@ -105,7 +105,7 @@ def _unescaped(pattern: str) -> str:
     text = re.sub(r"\\s[*?]", "", pattern)
     if re.search(r"(?<!\\)[.^$*+?{}()|\[\]]|\\[A-Za-mo-z0-9]", text):
         raise Unreadable("open_pattern is more than a name between two literal texts")
-    return re.sub(r"\\(.)", lambda found: "\n" if found[1] == "n" else found[1], text)
+    return re.sub(r"\\(.)", lambda match: "\n" if match[1] == "n" else match[1], text)
 
 
 def _check_transform(transform: Any) -> None:

@@ -55,7 +55,7 @@ class _Inbox:
         self._taken_s = 0.0
 
     def put(self, output: StepOutput) -> None:
-        """On the loop."""
+        """Appends one output; runs on the event loop."""
         key = id(output.sequence)
         before = self._pending.get(key)
         self._pending[key] = output if before is None else before.then(output)
@@ -64,7 +64,7 @@ class _Inbox:
             self._has_end.set()
 
     async def take(self, pause_s: float) -> list[StepOutput]:
-        """What came, no sooner than `pause_s` after the last time unless a sequence ended."""
+        """Returns the pending deltas, at most every `pause_s` seconds unless a sequence ended."""
         left = self._taken_s + pause_s - self.loop.time()
         if left > 0 and not self._has_end.is_set():
             timer = self.loop.call_later(left, self._has_end.set)
@@ -146,22 +146,22 @@ class AsyncLLM:
         return self._thread.warm_up_report
 
     def metrics(self) -> dict[str, Any]:
-        """What operators watch, as numbers, lists and dicts; see engine.metrics.Metrics.
+        """Metrics for operators, as numbers, lists and dicts; see engine.metrics.Metrics.
 
-        With adapters also `loras`: how many slots they have, and which ones run and wait.
+        With adapters also `loras`: the number of slots, and the names that run and wait.
         """
-        found = self._thread.engine.metrics.as_dict()
+        metrics = self._thread.engine.metrics.as_dict()
         if self._bank is not None:
             names = [None if one is None else one[0] for one in self._bank.adapters]
             used = {
-                what: [names[slot - 1] for slot in found[f"adapters_{what}"]]
+                what: [names[slot - 1] for slot in metrics[f"adapters_{what}"]]
                 for what in ("running", "waiting")
             }
-            found["loras"] = {"slots": len(names), **used}
-        return found
+            metrics["loras"] = {"slots": len(names), **used}
+        return metrics
 
     def compares_with(self, ideal_decode_s: Callable[[int, float], float]) -> None:
-        """From now on the metrics state decoding as a share of what the machine allows.
+        """Sets the roofline: from now on the metrics report decoding as a percentage of it.
 
         Args:
             ideal_decode_s: seconds that a decode step must take at least, of its number of
@@ -423,7 +423,7 @@ class AsyncLLM:
         return await self.generate(ids, params, cache_salt=cache_salt, **sampling)
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
-        """On the engine's thread: each output to the loop that waits for it."""
+        """Hands each output to the loop that waits for it; runs on the engine's thread."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Inbox, StepOutput]]]
         by_loop = defaultdict(list)
         for output in outputs:

@@ -1,4 +1,4 @@
-"""From token ids back to text: what one sample has said so far, and what it said in the end."""
+"""Detokenization: token ids to text, piece by piece, and the finished completion."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rooflax.engine.sequence import StepOutput, TokenLogprobs
 
 @dataclass(frozen=True)
 class Completion:
-    """What one prompt gave.
+    """Completion of one prompt.
 
     Attributes:
         text: without the stop string or the end-of-sequence token.
@@ -92,7 +92,7 @@ class TextDecoder(Protocol):
         ...
 
     def flush(self, *, is_cut: bool) -> str:
-        """What was held back, at the end.
+        """Returns the text that was held back, at the end.
 
         Args:
             is_cut: the model did not end the text itself, as where max_tokens did.
@@ -155,7 +155,7 @@ class Sample:
         )
 
     def _stop_string(self, before: int) -> tuple[int, str] | None:
-        """Where the first stop string begins that the last token completed, and which it is.
+        """First stop string that the last token completed, and where it begins.
 
         What earlier tokens completed, below min_tokens, ends nothing, however many tokens come at a
         time.

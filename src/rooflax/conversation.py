@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Turn:
-    """What was asked, and what was answered so far."""
+    """One turn of a conversation: the user's message and the answer so far."""
 
     question: str
     answer: str = ""

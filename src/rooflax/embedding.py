@@ -51,7 +51,7 @@ def check_generates(info: ModelInfo) -> None:
 
 
 class Embedder:
-    """What embedding and reranking need beside an engine.
+    """Embedding and reranking: everything they need beside an engine.
 
     Attributes:
         pooling: of the checkpoint; None where it says nothing of it.
@@ -63,7 +63,7 @@ class Embedder:
         self.pooling: Pooling | None = info.pooling
 
     def pooler(self, *, scores: bool = False) -> Pooler:
-        """What the engine computes.
+        """Pooler that the engine runs.
 
         Args:
             scores: for reranking.
@@ -201,7 +201,7 @@ class Embedder:
         return self._checked(start + self._tokenizer.encode_plain(text) + end)
 
     def _templated(self, query: str, document: str, instruction: str | None) -> list[int]:
-        """By the checkpoint's chat template, which knows these two roles."""
+        """Renders the checkpoint's chat template, which knows these two roles."""
         system = [] if instruction is None else [{"role": "system", "content": instruction}]
         pair = [{"role": "query", "content": query}, {"role": "document", "content": document}]
         return encode_chat(self._tokenizer, [*system, *pair], add_generation_prompt=True)
@@ -211,7 +211,7 @@ class Embedder:
         return ids
 
     def sequences(self, texts: Sequence[list[int]], cache_salt: str = "") -> list[EngineSequence]:
-        """What the engine runs, one for each text."""
+        """Sequences for the engine, one for each text."""
         check_salt(cache_salt)
         params = SamplingParams(max_tokens=1, temperature=0).with_defaults({})
         return [

@@ -53,7 +53,7 @@ class CheckpointError(RooflaxError):
 
 
 class RequestError(RooflaxError):
-    """What the caller asked for cannot be done: a value, a length, a prompt."""
+    """Invalid request: a value, a length or a prompt that cannot be used."""
 
 
 class QueueFull(RequestError):
@@ -65,8 +65,8 @@ class EngineError(RooflaxError):
 
 
 def first_line(error: BaseException) -> str:
-    """What another library's error says, in a line; XLA puts its own words before a kernel's, once
-    for every program around it."""
+    """First line of another library's error, without XLA's prefixes, which it repeats for every
+    program around a kernel."""
     line = (str(error).splitlines() or [""])[0]
     return line.rpartition("Error dispatching computation: ")[2].strip() or type(error).__name__
 

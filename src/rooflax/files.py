@@ -47,8 +47,8 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def check_mapped(mapped: mmap.mmap, path: str | os.PathLike[str]) -> None:
-    """Before a read of a mapped file: beyond the end of one that was cut, the system would end the
-    process.
+    """Checks a mapped file before a read: beyond the end of one that was cut, the system would kill
+    the process.
 
     Raises:
         CheckpointError: it is shorter than it was.

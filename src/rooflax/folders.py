@@ -1,4 +1,4 @@
-"""Where rooflax keeps files of its own: compiled programs, which it can make again, and history."""
+"""Folders of rooflax's own files: the compile cache, and the history."""
 
 from __future__ import annotations
 

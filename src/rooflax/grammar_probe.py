@@ -62,7 +62,7 @@ def compile_grammar(tokenizer: Any, kind: str, text: str) -> Any:
 
 
 def with_stack(size: int, work: Callable[[], Any]) -> Any:
-    """What `work` returns, from a thread with a stack of its own; raises what it raises."""
+    """Runs `work` in a thread with a larger stack; returns and raises as it does."""
     outcome: list[Any] = []
 
     def run() -> None:

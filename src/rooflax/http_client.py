@@ -30,7 +30,7 @@ class BadAnswer(OSError):
 
 
 class Server(NamedTuple):
-    """Where requests go.
+    """Address of a server.
 
     Attributes:
         base: of every path, without a slash at its end.
@@ -63,7 +63,7 @@ class Server(NamedTuple):
         return Server(parts.hostname, port or (443 if is_tls else 80), is_tls, base, key)
 
     def headers(self) -> dict[str, str]:
-        """Of every request."""
+        """Headers of every request."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         key = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
         return {"Host": f"{host}:{self.port}", "Content-Type": "application/json"} | key
@@ -129,7 +129,7 @@ class Connection(asyncio.Protocol):
         self._expect()
 
     def _expect(self) -> None:
-        """Nothing of the next answer has come."""
+        """Resets the parser for the next response."""
         self._pieces: list[tuple[float, bytes]] = []
         self._start = bytearray()  # of a head that is not complete
         self._head: tuple[int, dict[str, str]] | None = None  # status, headers
@@ -218,7 +218,7 @@ class Connection(asyncio.Protocol):
         return is_whole
 
     def _take_head(self, data: bytes) -> bytes:
-        """What comes behind the head, once that is complete."""
+        """Returns the bytes behind the head once the head is complete."""
         start = self._start
         looked = max(0, len(start) - 3)
         start += data
@@ -282,7 +282,7 @@ class Client:
         self._idle: list[Connection] = []
 
     async def ask(self, request: bytes) -> Reply:
-        """On a connection that is free, or a new one.
+        """Sends a request over a free connection, or a new one.
 
         Raises:
             OSError: there is no answer.
@@ -370,7 +370,7 @@ def most_of(status: int) -> int:
 
 
 def too_long(status: int) -> BadAnswer:
-    """That an answer has more."""
+    """Error for an oversized response."""
     most = most_of(status)
     shown = f"{most >> 20} MiB" if most >> 20 else f"{most >> 10} KiB"
     return BadAnswer(f"the server's answer (status {status}) is over {shown} long")
@@ -400,7 +400,7 @@ def event(data: str | bytes) -> dict[str, Any]:
 
 
 def choices(event: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Of an event; none where it has none.
+    """Choices of an event; empty if it has none.
 
     Raises:
         BadAnswer: they are no objects.
@@ -430,7 +430,7 @@ def _checked(value: Any, kind: type[Any], wanted: str) -> Any:
 
 
 def reason(document: Any) -> str | None:
-    """Why a request failed, as the answer says it."""
+    """Reason why a request failed, from the response."""
     error = document.get("error") if isinstance(document, dict) else None
     said = error.get("message") if isinstance(error, dict) else error
     return said[:300] if isinstance(said, str) and said else None

@@ -172,7 +172,7 @@ class InputProcessor:
         )
 
     def _with_defaults(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """What a request leaves open, filled by the checkpoint; what both may say, together."""
+        """Fills in the checkpoint's defaults, and merges values that both may set."""
         d = self.defaults
         d.check()
         params = params.with_defaults(self.default_values())
@@ -202,7 +202,7 @@ class InputProcessor:
         )
 
     def default_values(self) -> dict[str, Any]:
-        """What the checkpoint says of sampling, by the fields of `SamplingParams`."""
+        """Sampling defaults of the checkpoint, by the fields of `SamplingParams`."""
         d = self.defaults
         values = {**d.sampling, "max_tokens": d.max_new_tokens}
         if d.do_sample is False:  # said outright: greedy, as in transformers

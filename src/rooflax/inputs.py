@@ -1,4 +1,4 @@
-"""What callers of `LLM` and `AsyncLLM` pass: prompts, conversations and sampling parameters."""
+"""Inputs of `LLM` and `AsyncLLM`: prompts, conversations and sampling parameters."""
 
 from __future__ import annotations
 

@@ -136,12 +136,12 @@ class LLM:
 
     @property
     def stream_plan(self) -> StreamPlan | None:
-        """Which layers are streamed; None where all of them are in memory."""
+        """Plan of layer offloading; None if all layers are in memory."""
         return self.plan.offloading if self.plan.is_offloaded else None
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Of the engine that ran last."""
+        """KV-cache bytes of the latest engine."""
         return self._engine.kv_cache_bytes if self._engine else 0
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -312,8 +312,8 @@ class LLM:
         instruction: str | None = None,
         truncate_prompt_tokens: int | None = None,
     ) -> list[float]:
-        """How well each document answers the query, in the order given: from 0 to 1, or any number
-        where a cross-encoder's checkpoint says so.
+        """Scores each document against the query, in the order given: from 0 to 1, or unbounded if
+        the cross-encoder's checkpoint says so.
 
         Args:
             instruction: what makes a document relevant; None is the model's own.
@@ -418,7 +418,7 @@ class LLM:
         return Engine(self.model, self.plan.sized(num_slots, max_tokens, pooler), speculation)
 
     def speculation(self, num_slots: int, max_tokens: int) -> Speculation | None:
-        """Who drafts for an engine of this size."""
+        """Draft settings for an engine of this size."""
         return self._drafting and self._drafting.for_engine(num_slots, max_tokens)
 
     def score(
@@ -467,7 +467,8 @@ class LLM:
         return step_functions(self.model, self.options, self.mesh, max_steps=1)
 
     def _dense(self, function: Callable, ids: list[int], *more: np.ndarray) -> np.ndarray:
-        """What a step function without a cache gives for each token of a sequence, or place."""
+        """Runs a step function without a cache; returns its values for each token or place of a
+        sequence."""
         check_not_forked()
         check_prompt(ids, self.info.config.vocab_size, self.max_model_len, new_tokens=0)
         padded = np.zeros((1, min(bucket(len(ids), 16), self.max_model_len)), np.int32)

@@ -40,7 +40,8 @@ MISSING = (
 
 
 class _Place(NamedTuple):
-    """Where a text stands: what may follow, whether only the end can, and why nothing can."""
+    """State of a grammar after a text: the tokens allowed next, whether only the end is, and why
+    none are."""
 
     mask: np.ndarray
     is_complete: bool
@@ -316,7 +317,7 @@ class _Vocabulary:
 
 
 def faults(grammars: Sequence[str]) -> list[str]:
-    """Why each Lark grammar cannot be compiled; "" where it can.
+    """Reasons why Lark grammars cannot be compiled; "" for one that can.
 
     Raises:
         RequestError: llguidance is missing.
@@ -337,7 +338,7 @@ def _probe(kind: str) -> Any:
 
 
 def _try_apart(kind: str, texts: Sequence[str]) -> list[str]:
-    """What is wrong with each text; "" where nothing is.
+    """Reasons why texts are rejected, found in another process; "" for one that is not.
 
     Raises:
         RequestError: compiling goes beyond its limits of time, memory and depth.
@@ -363,7 +364,7 @@ _PATTERN = re.compile(rf"({_PLACE_OF_SCHEMA.pattern})?regex parse error")
 
 
 def reason(matcher: Any) -> str:
-    """Why an `llguidance.LLMatcher` is in error, in a line."""
+    """Error of an `llguidance.LLMatcher`, in one line."""
     return _sentence(matcher.get_error())
 
 

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, from a profiler trace of one run.
+"""Breakdown of a step's time by operation, from a profiler trace of one run.
 
 A trace names the instruction behind each event; the compiled program says which part of the model
 an instruction came from (`ops.parts`). What no instruction fills is dispatch: Python, transfers and

@@ -1,4 +1,4 @@
-"""What this machine allows: bytes per second read, operations per second multiplied.
+"""Ceilings of this machine: bytes read and operations multiplied per second.
 
 On CPU by the package's native loops (csrc/ceilings.cc), or by XLA's where those were not built,
 labelled so. On other devices by copies and matmuls of the dtype, each a loop in one program: one

@@ -106,7 +106,7 @@ def page(document: dict[str, Any]) -> str:
 
 
 def _results(results: Sequence[Result], settings: list[str] | None) -> Iterable[str]:
-    """What the rows share, and a table of the rest."""
+    """Tables of the results: the shared settings once, then one row for each result."""
     facts, figures = (
         [(name, [text(r) for r in results]) for name, text in columns]
         for columns in (FACTS, FIGURES)

@@ -31,7 +31,7 @@ _WORDS = ("time", "house", "water", "people", "small", "light", "garden", "winte
 
 @dataclass(frozen=True)
 class Load:
-    """What a server is asked.
+    """Load on a server: its requests and their arrival.
 
     Attributes:
         mix: a key of `MIXES`.
@@ -93,7 +93,7 @@ class Load:
         return all_tokens if vocab_size else [" ".join(words) for words in all_tokens]
 
     def arrivals_s(self) -> list[float]:
-        """When each request of an open loop is sent."""
+        """Arrival times of an open loop's requests, in seconds."""
         assert self.per_s is not None
         rng = np.random.default_rng((self.seed, 2))
         return np.cumsum(rng.exponential(1 / self.per_s, self.num_requests)).tolist()
@@ -208,7 +208,7 @@ class Target:
 
 
 def answered(due_s: float, reply: Reply) -> Answered:
-    """What a streamed reply says."""
+    """Reads a streamed reply: when each token came, and how the request ended."""
     try:
         if reply.status != 200:
             raise BadAnswer(_reason(reply))
@@ -368,7 +368,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def load_table(result: dict[str, Any]) -> str:
-    """For people."""
+    """Lines of a load test for the terminal."""
     arrival = (
         f"{result['concurrency']} at once"
         if result["loop"] == "closed"

@@ -34,7 +34,7 @@ from rooflax.ops.kernels import ran
 
 
 def multiplied_as(storage: Storage) -> str:
-    """What most matmuls multiply, whose rate is the ceiling of operations.
+    """Operand type of most matmuls, whose rate is the compute ceiling.
 
     Formats that round multiply their code by int8; other weights are upcast to the activations as
     they are read.
@@ -130,7 +130,7 @@ class Bench:
 
     @property
     def num_devices(self) -> int:
-        """Of the mesh; simulated ones are a single CPU."""
+        """Number of the mesh's devices; simulated ones are a single CPU."""
         simulated = jax.default_backend() == "cpu"
         return 1 if self.llm.mesh is None or simulated else self.llm.mesh.size
 
@@ -156,7 +156,7 @@ class Bench:
         )
 
     def describe(self) -> dict[str, Any]:
-        """What ran, for a reader of the result."""
+        """Describes the run for a reader of the result."""
         work, llm = self.work, self.llm
         options = work.as_json()["options"]
         return {
@@ -228,7 +228,7 @@ def check_output(timelines: list[Timeline], work: Workload, llm: LLM) -> None:
 def warnings_of(
     trials: list[Trial], void: list[Trial], before: dict[str, Any], after: dict[str, Any]
 ) -> list[str]:
-    """What is doubtful about the figures, each as one sentence."""
+    """Warnings about a measurement, one sentence each."""
     warnings = []
     if void:
         warnings.append(
@@ -295,7 +295,7 @@ def share_of_roofline(
 
 
 def least_seconds(cost: StepCost, before: Ceiling, after: Ceiling) -> dict[str, float]:
-    """What reading takes at the memory's ceiling, and multiplying at its own."""
+    """Lower bounds in seconds: of reading at the memory's ceiling, and of multiplying at its own."""
     read = (before.read_gb_per_s + after.read_gb_per_s) / 2 * 1e9
     multiply = (before.flops_per_s + after.flops_per_s) / 2
     return {"memory": cost.total_bytes / read, "multiply": cost.operations / multiply}

@@ -128,7 +128,8 @@ def _legend(figure: Any, axes: Any) -> None:
 
 
 def _scale(axis: Any, values: Sequence[float], text: Callable[[float], str]) -> None:
-    """From 0; logarithmic where values are far apart, and then from below the smallest."""
+    """Scale of an axis: from 0, or logarithmic from below the smallest value if values are far
+    apart."""
     name, low, high = axis.axis_name, min(values), max(values)
     if low > 0 and high / low > LOG_FROM:
         axis.axes.set(**{f"{name}scale": "log", f"{name}lim": (low / 2, high * 1.5)})

@@ -36,7 +36,7 @@ TABLE = Path(__file__).with_name("efficiencies.json")
 
 
 class Fit(NamedTuple):
-    """Of steps of one kind in one format.
+    """Fit of the steps of one kind in one format.
 
     Attributes:
         efficiency: ideal seconds over seconds, without the fixed part.
@@ -55,7 +55,7 @@ class Fit(NamedTuple):
 
 
 def ideal_seconds(least: Mapping[str, float]) -> float:
-    """Of reading and multiplying, as `least_seconds` gives them."""
+    """Ideal seconds of reading and of multiplying, as `least_seconds` gives them."""
     return max(least.values())
 
 
@@ -78,7 +78,7 @@ def fit(points: Sequence[Mapping[str, Any]]) -> Fit | None:
 
 
 def ideal_of(point: Mapping[str, Any]) -> float:
-    """Of a step of the table."""
+    """Ideal seconds of a step in the table."""
     return ideal_seconds({"memory": point["read_s"], "multiply": point["multiply_s"]})
 
 
@@ -100,7 +100,7 @@ def table() -> dict[str, list[dict[str, Any]]]:
 
 
 def fitted(kind: str, format: str, config: Decoder) -> Fit | None:
-    """What steps of other models say; None where there are too few.
+    """Fits the steps of other models; None if there are too few.
 
     Args:
         kind: "decode 1", "decode 8" or "prompts 8".
@@ -114,7 +114,7 @@ def fitted(kind: str, format: str, config: Decoder) -> Fit | None:
 
 
 def parameters(config: Decoder) -> int:
-    """How many numbers a model's weights have."""
+    """Number of parameters of a model."""
     return sum(math.prod(slot.line.shape(config.axis_sizes)) for slot in config.slots())
 
 

@@ -41,12 +41,12 @@ def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
 
 
 def share_of(result: Result, test: str) -> str:
-    """Of the roofline, with the ceiling that the step meets first."""
+    """Percentage of the roofline, with the ceiling that limits the step."""
     return f"{result[f'{test}_roofline']:.1%} ({result[f'{test}_bound']})"
 
 
 def both_shares_of(result: Result, test: str) -> str:
-    """Of the memory's ceiling and of the other."""
+    """Percentages of the memory's ceiling and of the compute ceiling."""
     return f"MBU {result[f'{test}_mbu']:.1%}, MFU {result[f'{test}_mfu']:.1%}"
 
 
@@ -91,7 +91,7 @@ def labels(results: Sequence[Result], without: str = "") -> list[str]:
 
 
 def table(results: Sequence[Result]) -> str:
-    """For the terminal: what all rows share is said once above."""
+    """Table for the terminal; settings that all rows share stand once above it."""
     lines = rows(results)
     shared = [
         i for i, name in enumerate(HEADER)

@@ -99,7 +99,7 @@ def _play(engine: Engine, sequences: list[Sequence], arrivals: list[float]) -> N
 
 @dataclass(frozen=True)
 class BatchingGain:
-    """What the engine brings; medians of interleaved trials.
+    """Gain from batching in the engine; medians of interleaved trials.
 
     Attributes:
         prefix_tokens: that prompts share.
@@ -120,7 +120,7 @@ class BatchingGain:
 
     @property
     def share(self) -> float:
-        """Of what the parts allow."""
+        """Percentage of the throughput that the parts allow."""
         return self.together_tok_per_s / self.parts_tok_per_s
 
     @property
@@ -148,7 +148,7 @@ def batching_gain(work: Workload) -> BatchingGain:
 
 
 def _prefix_tokens(served: Served) -> int:
-    """Of the shared prefix: what the context holds of it, in whole blocks of any size."""
+    """Length of the shared prefix: as much of the context as fits, in whole blocks of any size."""
     return min(PREFIX_TOKENS, (served.max_tokens - SUFFIX_TOKENS - 1) // 64 * 64)
 
 
@@ -191,7 +191,7 @@ def _parts(served: Served, prompts: list[list[int]]) -> float:
 
 
 def gain_lines(gain: BatchingGain) -> str:
-    """For people."""
+    """Lines of the batching gain for the terminal."""
     return (
         f"{NUM_SLOTS} requests one after another {gain.alone_tok_per_s:.0f} tok/s, at once "
         f"{gain.together_tok_per_s:.0f} tok/s: {gain.speedup:.1f}x (at least "

@@ -61,7 +61,7 @@ class Summary:
 
 
 def doubts(speed: Summary) -> list[str]:
-    """What is suspicious about the trials of a speed, each as one sentence with advice."""
+    """Reasons to doubt a speed's trials, each one sentence with advice."""
     reasons = []
     values = speed.trials
     if speed.relative_std > NOISY:
@@ -97,7 +97,7 @@ class Ratio:
 
     @property
     def verdict(self) -> str:
-        """What the interval shows; it says nothing where it holds 1."""
+        """Verdict of a confidence interval; empty if it contains 1."""
         if self.low > 1.0:
             return "faster"
         if self.high < 1.0:

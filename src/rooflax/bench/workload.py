@@ -1,4 +1,4 @@
-"""What a row of a benchmark runs: a model, a shape of work, and settings."""
+"""Workload of a benchmark's row: a model, batch and lengths, and settings."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Workload:
         return replace(self, deterministic=False)
 
     def as_json(self) -> dict[str, Any]:
-        """What `from_json` reads."""
+        """JSON that `from_json` reads."""
         return asdict(self)
 
     @staticmethod

@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _mode(args: argparse.Namespace) -> str:
-    """What is asked for instead of rows, "" for rows.
+    """Mode that replaces rows ("" for rows).
 
     Raises:
         RequestError: flags that contradict each other.

@@ -117,7 +117,7 @@ def _greet(conversation: Conversation) -> None:
 
 
 def size_line(llm: LLM) -> str:
-    """What runs here and how large it is; of the embedded model what it can do too."""
+    """Line with the model and its size; for the embedded model also its abilities."""
     from rooflax.cli.models import billions
     from rooflax.models.memory import gib
 
@@ -160,7 +160,7 @@ def _turn(chat: Chat, question: str, args: argparse.Namespace) -> None:
 
 
 def _shower(llm: LLM, args: argparse.Namespace) -> Callable[[Any], str]:
-    """What writes a delta to stdout and returns its part of the answer."""
+    """Returns a function that writes a delta to stdout and returns its part of the answer."""
     if speaks_harmony(llm.tokenizer) and llm.tokenizer.chat_template is not None:
         return _HarmonyWriter(HarmonyFilter(llm.tokenizer), args.show_thinking)
 

@@ -176,7 +176,7 @@ def _session(complete: Complete) -> PromptSession[str]:
 
 
 def history_file() -> str:
-    """Where messages are kept, a JSON text in a line, for later conversations."""
+    """Path of the chat history: one JSON string per line."""
     return str(state_folder() / "chat_history")
 
 

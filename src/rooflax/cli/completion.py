@@ -18,7 +18,7 @@ def add_flags(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """For bash and zsh: `source <(rooflax completion bash)`; for fish: `... fish | source`."""
+    """Prints a completion script: `source <(rooflax completion bash)`, or `... fish | source`."""
     print(fish() if args.shell == "fish" else bash(args.shell == "zsh"), end="")
     return 0
 

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python, rooflax and what it uses; None for what is not installed."""
+    """Versions of Python, rooflax and its dependencies; None if not installed."""
     by_name: dict[str, str | None] = {
         "python": python_platform.python_version(),
         "rooflax": __version__,
@@ -116,7 +116,7 @@ def kernels() -> dict[str, dict[str, str]]:
 
 
 def defaults() -> dict[str, str]:
-    """What runs here where no flag says otherwise."""
+    """Defaults on this machine of settings that no flag sets."""
     from rooflax.engine.compilation import compiler_options
     from rooflax.nn.execution import ExecutionOptions
     from rooflax.ops.dot import FLOAT32
@@ -139,7 +139,7 @@ def _xla_options(asked: dict[str, bool] | None) -> str:
 
 
 def compile_cache() -> dict[str, Any]:
-    """Where compiled programs are kept, and whether a tiny one was found there."""
+    """Folder of the compile cache, and whether a tiny program was found there."""
     import jax
     import numpy as np
 

@@ -160,7 +160,7 @@ def _lines(path: str) -> Iterator[tuple[int, str]]:
 
 @contextmanager
 def _output(args: argparse.Namespace, total: int, size: int) -> Iterator[tuple[Any, list[Any]]]:
-    """What writes names and vectors, and the names of texts that have one; None is any.
+    """Returns a writer of names and vectors, and the names that have one already; None is any.
 
     Raises:
         RequestError: the file holds something else, or cannot be written.

@@ -60,7 +60,7 @@ def add_check(parser: Parser) -> None:
 
 
 def add_sampling(parser: Parser, *, max_tokens: int, samples: bool) -> None:
-    """How tokens are chosen, and when to stop.
+    """Adds the flags for sampling and stopping.
 
     Args:
         max_tokens: the verb's default.
@@ -94,13 +94,13 @@ def add_field(parser: Parser, one: Declaration, *, lists: bool = False) -> None:
 
 
 def values_of(args: argparse.Namespace, table: type) -> dict[str, Any]:
-    """What the flags say of the fields of a table, as far as the verb has them."""
+    """Values of a table's fields that the verb has flags for."""
     named = declarations(table).values()
     return {one.name: getattr(args, one.name) for one in named if hasattr(args, one.name)}
 
 
 def parser_of(kind: Kind) -> Callable[[str], Any]:
-    """What reads a value of a kind from a flag's text, for `type=`."""
+    """Returns a parser of a kind's values from text, for `type=`."""
     match kind:
         case Whole():
             return whole
@@ -167,7 +167,7 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 
 def add_pooled_run(parser: Parser, group: Any, *, longest: str) -> None:
-    """How a model runs that gives vectors or scores of whole texts.
+    """Adds the flags for running a model that embeds or scores whole texts.
 
     Args:
         group: of the texts, for --truncate.
@@ -283,7 +283,7 @@ def execution_options(args: argparse.Namespace) -> ExecutionOptions:
 
 
 def add_device(parser: Parser, *, mesh: bool = False, hosts: bool = False) -> None:
-    """Where to run.
+    """Adds the flags for the device.
 
     Args:
         mesh: over several devices.
@@ -304,7 +304,7 @@ def add_device(parser: Parser, *, mesh: bool = False, hosts: bool = False) -> No
 
 
 def add_output(parser: Parser, *, json: bool = True, progress: bool = True) -> None:
-    """What is printed. Comes last, so that every help ends alike.
+    """Adds the flags for output. Call it last, so that every help ends alike.
 
     Args:
         json: the verb has a JSON document to give.

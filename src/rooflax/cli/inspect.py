@@ -96,7 +96,7 @@ def speed(info: ModelInfo, args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _asked(args: argparse.Namespace) -> dict[str, Any]:
-    """What the flags say of a plan."""
+    """Settings of a plan from the flags."""
     return {
         **vars(flags.check_precision(args)),
         "max_model_len": args.max_model_len,
@@ -185,7 +185,7 @@ def weights(info: ModelInfo) -> dict[str, Any]:
 
 
 def _part(key: str) -> str:
-    """What a weight belongs to, by its name in the table."""
+    """Component that a weight belongs to, by its name in the table."""
     if "norm" in key:
         return "norms"
     names = {"attn": "attention", "conv": "convolution", "delta": "delta rule"}
@@ -223,7 +223,7 @@ def _is_mxfp4(name: str, names: set[str]) -> bool:
 
 
 def memory(info: ModelInfo, args: argparse.Namespace, shards: Shards | None) -> dict[str, Any]:
-    """What running it will take, and whether that is free."""
+    """Memory needed to run the model, and whether it is free."""
     from rooflax.loading.plan import make_plan
     from rooflax.models.memory import ONE_DEVICE
     from rooflax.nn.device_memory import free_bytes
@@ -252,7 +252,7 @@ def memory(info: ModelInfo, args: argparse.Namespace, shards: Shards | None) -> 
 
 
 def _streaming(plan: StreamPlan) -> dict[str, Any]:
-    """What a budget of weights leads to."""
+    """Layer offloading that a weights budget leads to."""
     return {
         "budget_bytes": plan.budget_bytes,
         "layers": len(plan.layer_bytes),
@@ -263,7 +263,7 @@ def _streaming(plan: StreamPlan) -> dict[str, Any]:
 
 
 def _mesh(shards: Shards, each: MemoryEstimate) -> dict[str, Any]:
-    """What each device of a mesh will hold, whether or not it is here."""
+    """Memory of each device of a mesh, whether or not it is here."""
     return {
         "axes": {axis: parts for axis, parts in shards.sizes.items() if parts > 1},
         "devices": shards.num_devices,
@@ -389,7 +389,7 @@ def _dequantized_rows(nbytes: int) -> list[tuple[str, ...]]:
 
 
 def _state_rows(known: dict[str, Any] | None) -> list[tuple[str, ...]]:
-    """Of the KV cache what layers with state take."""
+    """Rows for the part of the KV cache that recurrent layers take."""
     from rooflax.models.memory import gib
 
     if known is None:
@@ -430,7 +430,7 @@ def _mesh_section(known: dict[str, Any] | None) -> list[str]:
 
 
 def _padding_section(known: dict[str, Any]) -> list[str]:
-    """What of it only fills tiles up, if anything."""
+    """Rows for padding to tile sizes, if there is any."""
     from rooflax.models.memory import gib
 
     where = {
@@ -449,7 +449,7 @@ def _padding_section(known: dict[str, Any]) -> list[str]:
 
 
 def _speed_section(known: dict[str, Any] | None) -> list[str]:
-    """What the ceilings of this minute and the efficiency of other models lead to."""
+    """Rows for the predicted speed, from the ceilings now and the efficiency of other models."""
     if known is None:
         return []
     names = {"decode 1": "1 row", "decode 8": "8 rows", "prompts 8": "prompts, 8 of 64 tokens"}

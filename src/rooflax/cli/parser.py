@@ -16,7 +16,7 @@ SEEN = "_seen"
 
 
 def see_help(verb: str) -> str:
-    """Where to read on."""
+    """Points to the help of a verb."""
     return f"see rooflax {verb} --help"
 
 
@@ -90,7 +90,7 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def flag_names(self) -> dict[str, str]:
-        """By the field that it sets in Python, each flag's long name."""
+        """Long flag of each field, by the field's name in Python."""
         by_name = {}
         for action in self._actions:
             longs = [flag for flag in action.option_strings if flag.startswith("--")]

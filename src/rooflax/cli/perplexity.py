@@ -85,7 +85,7 @@ def score_windows(llm: LLM, ids: list[int], cut: list[Window], quiet: bool) -> f
 
 
 def result(loss: float, num_tokens: int, num_bytes: int) -> dict[str, Any]:
-    """What a summed loss means.
+    """Perplexity and bits per byte of a summed loss.
 
         perplexity = exp(loss / tokens)          bits per byte = loss / (ln 2 * bytes)
 

@@ -1,4 +1,4 @@
-"""What must be settled before JAX starts: platform and threads; and the mesh right after.
+"""Platform, threads and mesh, which must be set before JAX starts or right after.
 
 Importing this module imports no jax.
 """

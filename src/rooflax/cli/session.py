@@ -35,7 +35,7 @@ def open_llm(args: argparse.Namespace, **settings: Any) -> LLM:
 
 
 def find_plan(args: argparse.Namespace, **settings: Any) -> Plan:
-    """What `open_llm` would load.
+    """Plan that `open_llm` would load.
 
     Raises:
         RooflaxError: with the reason.
@@ -119,7 +119,7 @@ def _loaded(
 
 
 def say_settings(llm: LLM) -> None:
-    """What --verbose says: device, widths, switches, caches, and the speed to expect."""
+    """Prints the settings for --verbose: device, formats, switches, caches and expected speed."""
     import jax
 
     from rooflax.bench.prediction import summary

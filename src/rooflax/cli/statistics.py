@@ -1,4 +1,4 @@
-"""What `generate` and `chat` say of a run: timings and memory, as JSON and for people."""
+"""Statistics of `generate` and `chat`: timings and memory, as JSON and as lines."""
 
 from __future__ import annotations
 

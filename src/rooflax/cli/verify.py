@@ -101,7 +101,7 @@ def encoded_prompts(llm: LLM, texts: Any, max_tokens: int) -> list[list[int]]:
 
 
 class _Reference:
-    """What transformers computes in float32: logits of each prompt, and greedy tokens."""
+    """Reference computed by transformers in float32: logits of each prompt, and greedy tokens."""
 
     def __init__(self, transformers: Any, folder: Path, prompts: list[list[int]], count: int):
         import torch  # pyright: ignore[reportMissingImports]

@@ -350,7 +350,7 @@ class Engine:
         return outputs
 
     def _start_again(self) -> None:
-        """With an empty cache, after a step that took it with it: everybody is computed again."""
+        """Restarts with an empty cache after a step destroyed it: every sequence is recomputed."""
         self.scheduler.forget_blocks(self._new_blocks())
         self.reset()
 

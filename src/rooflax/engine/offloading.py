@@ -27,7 +27,7 @@ from rooflax.nn.kv_cache import KVCache, with_pools
 def step_functions(
     model: AnyModel, options: ExecutionOptions, mesh: Mesh | None, max_steps: int, **run: Any
 ) -> StepFunctions | OffloadedFunctions:
-    """What runs this model's steps; the arguments of `StepFunctions`."""
+    """Step functions of this model; the arguments of `StepFunctions`."""
     if isinstance(model, OffloadedModel):
         assert mesh is None
         assert max_steps == 1

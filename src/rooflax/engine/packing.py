@@ -208,7 +208,7 @@ def _tables(sequence: Sequence, layout: Layout) -> list[int]:
 
 
 def write_params(row: np.ndarray, sequence: Sequence) -> None:
-    """What a sequence wants of the sampler, in the columns of one slot."""
+    """Writes a sequence's sampling parameters into the columns of one slot."""
     params, sampler = sequence.params, sequence.sampler
     values: dict[str, Any] = {name: getattr(params, name, None) for name in columns.SCALARS}
     values["sample_index"] = sequence.sample_index
@@ -230,7 +230,7 @@ def _bits(x: jax.Array, dtype: Any) -> jax.Array:
 def pack_sampled(
     sampled: Sampled, is_finite: Bool[Array, " B"], *, greedy: bool
 ) -> Int[Array, "B width"]:
-    """What was chosen, as one array."""
+    """Packs the sampled tokens into one array."""
     state = RAN + FINITE * is_finite.astype(jnp.int32)
     state += ALLOWED * sampled.is_allowed.astype(jnp.int32)
     parts = [sampled.tokens[:, None], state[:, None]]
@@ -259,7 +259,7 @@ def pack_logprobs(
 
 
 def unpack_logprobs(packed: np.ndarray, count: int) -> TokenLogprobs:
-    """What `pack_logprobs` wrote of one token, with the `count` best."""
+    """Unpacks one token's log-probabilities, with the `count` best, as `pack_logprobs` wrote them."""
     floats, top = packed.view(np.float32), packed.shape[0] // 2
     best = zip(packed[1 : 1 + count], floats[1 + top : 1 + top + count], strict=True)
     return TokenLogprobs(float(floats[0]), tuple((int(i), float(v)) for i, v in best))
@@ -267,7 +267,7 @@ def unpack_logprobs(packed: np.ndarray, count: int) -> TokenLogprobs:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What came back, NumPy int32.
+    """Result of a step, NumPy int32.
 
     Attributes:
         packed: [steps, rows, width], as `pack_sampled` wrote it; a state of zero where the loop
@@ -284,7 +284,7 @@ class StepResult:
 
     @cached_property
     def _rows(self) -> list[list[list[int]]]:
-        """Of each step and row the token and the state, as numbers that Python reads faster."""
+        """Token and state of each step and row, as lists that Python reads faster."""
         return self.packed[:, :, : STATE + 1].tolist()
 
     @property

@@ -108,7 +108,7 @@ class Runner:
         self.reset()
 
     def _enough_blocks(self) -> tuple[int, ...]:
-        """For every slot, always."""
+        """Blocks for every slot at full length."""
         row_bytes = self.model.config.groups.row_bytes() if self.config.prefix_caching else 0
         kept = num_snapshots(
             row_bytes, self.config.max_num_seqs, self.config.max_model_len, block_size()
@@ -156,7 +156,7 @@ class Runner:
         )
 
     def _put(self, tree: Any) -> Any:
-        """To every device, whole."""
+        """Copies an array whole to every device."""
         return jax.tree.map(lambda array: put(array, self.config.mesh, PartitionSpec()), tree)
 
     @property
@@ -227,7 +227,7 @@ class Runner:
         return parts
 
     def _shard_of_chunks(self, counts: list[int]) -> list[int]:
-        """Of each chunk its data shard's list: the longest first, each to the shortest list."""
+        """Assigns each chunk to a data shard: the longest first, each to the shortest list."""
         lengths, rows = [0] * self.num_data_shards, [0] * self.num_data_shards
         most = self.config.max_num_seqs // self.num_data_shards
         parts = [0] * len(counts)
@@ -302,7 +302,7 @@ class Runner:
     def _inputs(
         self, call: Call, num_steps: int, exchange: int = 0
     ) -> tuple[StepInput, list[int] | slice]:
-        """What the device is sent, and the row of each sequence."""
+        """Inputs of a step on the device, and the row of each sequence."""
         layout, rows = self._layout(call.shape), slice(len(call.sequences))
         if call.shape.kind is StepKind.DECODE and self._data_shards_of(call.shape) == 1:
             packed = self._decode_writer(call.shape).write(call.sequences, num_steps, exchange)
@@ -550,7 +550,7 @@ class Runner:
         return shapes
 
     def _first_step(self, new: list[int]) -> list[int]:
-        """What a step runs of so many tokens of each sequence, as far as its budget goes."""
+        """First step: so many tokens of each sequence as its budget holds."""
         budget, counts = self.config.max_tokens_per_step, []
         for count in new:
             counts.append(min(count, budget, self.longest_prefill))

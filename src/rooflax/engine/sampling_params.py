@@ -21,7 +21,7 @@ from rooflax.fields.sampling import (
 @documented
 @dataclass(frozen=True)
 class SamplingParams(SamplingFields):
-    """How to choose tokens and when to stop.
+    """Sampling and stopping parameters.
 
     A field that is None is unset: generation_config.json decides, and after it the default named
     below. At most one of json_schema, regex and grammar says what the text must look like; a text

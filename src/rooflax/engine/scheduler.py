@@ -14,7 +14,7 @@ from rooflax.nn.engine_config import EngineConfig
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What runs next.
+    """Plan of the next step.
 
     Attributes:
         decodes: sequences whose last token alone is to run, `num_steps` times over.

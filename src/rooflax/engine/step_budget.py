@@ -31,7 +31,7 @@ class StepBudget:
         self._token_s: float | None = None  # of a prompt, in a step of many
 
     def start(self, scheduler: Scheduler) -> None:
-        """For a scheduler that has run nothing yet."""
+        """Resets the budget for a scheduler that has run nothing yet."""
         scheduler.token_budget = self._token_budget()
         self._time_step(scheduler, BURST_S)
 
@@ -50,7 +50,7 @@ class StepBudget:
         scheduler.token_budget = self._token_budget()
 
     def _token_budget(self) -> int:
-        """What a step may run: all that is allowed, or what takes at most `step_s`."""
+        """Token budget of a step: the maximum, or as many as take at most `step_s`."""
         config = self.config
         if config.step_s is None:
             return config.max_tokens_per_step

@@ -35,7 +35,7 @@ from rooflax.ops.sampling_columns import NO_ID
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepInput:
-    """What the host sends for one step.
+    """Inputs of one step, sent by the host.
 
     Attributes:
         packed: the sequences and their tokens, as `layout` says.
@@ -69,7 +69,7 @@ class StepInput:
 
     @property
     def num_sampled(self) -> Int[Array, ""]:
-        """How many leading sequences sample; the others' choices mean nothing."""
+        """Number of leading sequences that sample; the others' tokens mean nothing."""
         return self.header[packing.NUM_SAMPLED]
 
     @property
@@ -94,7 +94,7 @@ Scores = Int[Array, "T columns"]
 def embed(
     model: Model, carry: None, *host: Any, options: ExecutionOptions, shards: Shards | None
 ) -> tuple[Float[Array, "B T D"], Batch]:
-    """What enters the first layer, and the batch for all of them.
+    """Embeds the tokens: the input of the first layer, and the batch for all of them.
 
     Args:
         model: without layers.
@@ -245,7 +245,7 @@ def _by_sequence(batch: Batch, x: Array) -> Array:
 
 
 def _drafts_before(tokens: Int[Array, "T W"], number: Int[Array, " T"]) -> Int[Array, "T W"]:
-    """At each token, the drafts of its sequence up to it; the padding is NO_ID.
+    """Drafts of each token's sequence up to that token, padded with NO_ID.
 
     Args:
         tokens: of its sequence, of which all but the first are drafts.
@@ -258,7 +258,7 @@ def _drafts_before(tokens: Int[Array, "T W"], number: Int[Array, " T"]) -> Int[A
 def _accepted(
     batch: Batch, tokens: Int[Array, "B W"], chosen: Int[Array, "B W"]
 ) -> Bool[Array, "B W"]:
-    """Which choices count: the first, and those after drafts that all equal the choice there."""
+    """Accepted tokens: the first, and those after drafts that all equal the sampled tokens."""
     same = tokens[:, 1:] == chosen[:, :-1]
     same = jnp.concatenate([jnp.ones_like(same[:, :1]), same], axis=1)
     index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]

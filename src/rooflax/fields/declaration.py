@@ -99,7 +99,7 @@ class Declaration:
         return f"{self.help}{ends}{self.kind.words}{default}"
 
     def http_of(self, api: Api) -> list[Http]:
-        """How one API has it: not at all, or by one name or several."""
+        """Names of the field in one API: none, one or several."""
         return [one for one in self.http if api in one.apis]
 
 

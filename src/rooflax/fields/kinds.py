@@ -48,7 +48,7 @@ def reject(name: str, value: object, wanted: str, *, what: str | None = None) ->
 
 
 class Kind:
-    """What a field may hold; only kinds with fields are dataclasses, which take time to make.
+    """Kind of a field's values; only kinds with fields are dataclasses, which take time to make.
 
     Attributes:
         repeats: several values make one, each given by a flag of its own.
@@ -59,12 +59,12 @@ class Kind:
 
     @property
     def range(self) -> str:
-        """What values may be, for people; empty where the kind's name says it."""
+        """Range of the values as text; empty if the kind's name says it."""
         return ""
 
     @property
     def words(self) -> str:
-        """What is said behind the field's help, wherever that is read."""
+        """Text behind the field's help."""
         return ""
 
     @property

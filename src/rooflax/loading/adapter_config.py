@@ -37,7 +37,7 @@ CHANGED_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What adapter_config.json says.
+    """Contents of adapter_config.json.
 
     Attributes:
         rank, alpha: of layers that no pattern names.
@@ -84,7 +84,7 @@ class AdapterConfig:
         return _by_pattern(self.rank_pattern, module, self.rank)
 
     def scale_of(self, module: str) -> float:
-        """What B A is multiplied by: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
+        """Scale of B A: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
         rank, alpha = self.rank_of(module), _by_pattern(self.alpha_pattern, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 

@@ -80,7 +80,7 @@ class Adapter:
 
     @property
     def nbytes(self) -> int:
-        """Of A and B in float32."""
+        """Bytes of A and B in float32."""
         return sum(
             4 * self.config.rank_of(module) * (target.inputs + target.outputs)
             for module, target in self.targets.items()

@@ -125,7 +125,7 @@ class _Layers(Sequence):
         return self._each
 
     def finish(self) -> None:
-        """What comes after the last layer."""
+        """Runs the generator's code after the last layer."""
         for _ in self._each:
             pass
 

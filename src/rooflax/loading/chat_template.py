@@ -36,7 +36,7 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 @dataclass(frozen=True)
 class Names:
-    """What a template reads.
+    """Names and texts that a template reads.
 
     Attributes:
         variables: that it does not set itself; jinja2's own functions are none of them.
@@ -48,7 +48,7 @@ class Names:
 
 
 def names(template: str | None) -> Names:
-    """Of a template; nothing of one that is not valid, or of none."""
+    """Names of a template; none of an invalid one or of None."""
     if template is None or len(template) > MAX_TEMPLATE_CHARACTERS:
         return Names()
     try:
@@ -356,7 +356,7 @@ _NONCE = "".join(secrets.choice("123456789") for _ in range(24))
 
 
 class _Marks:
-    """What stands for special tokens while a chat is rendered: only the template writes it.
+    """Placeholders for special tokens while a chat is rendered, which only the template can write.
 
     The worker puts a mark in the place of each special token's string that the template itself
     holds, and so nothing that comes out of messages, tools or their keys is special, however it
@@ -396,7 +396,7 @@ class _Marks:
         return [*pieces, (text[at:], False)]
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """Where special tokens' strings are in a text."""
+        """Positions of special tokens' strings in a text."""
         return [match.span() for match in self._special.finditer(text)]
 
 

@@ -56,7 +56,7 @@ DRAWN = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """What a checkpoint recommends; None where it says nothing.
+    """Sampling defaults of a checkpoint; None where it has none.
 
     `do_sample` false or absent means greedy in transformers' `generate`. The fields here are what
     the file says, whatever `do_sample` is: a caller who wants the reference's behaviour takes
@@ -240,7 +240,7 @@ class _Fields:
         return [id_ for word in value or () for id_ in self._single(name, word)]
 
     def biases(self, name: str) -> dict[int, float]:
-        """What is added to the logits of single tokens; longer sequences are not computed."""
+        """Biases on the logits of single tokens; longer sequences are not supported."""
         value = self._value(name)
         if value is not None and not (isinstance(value, list) and all(map(_is_bias, value))):
             raise self._bad(name, "a list of pairs of token ids and a number")

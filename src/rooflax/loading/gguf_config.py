@@ -1,4 +1,4 @@
-"""From a GGUF file's metadata to the config.json that it stands for, and to generation defaults.
+"""Reads a GGUF file's metadata as config.json and generation defaults.
 
 The families declare their keys (`GGUFSpec`). What comes out goes through their own config readers,
 which know what can be computed.
@@ -78,7 +78,7 @@ def _reader(file: Header) -> MetadataReader:
 
 
 def end_texts(control: Sequence[str]) -> list[str]:
-    """Those of a vocabulary's control tokens that end an answer, whatever else the file names."""
+    """Control tokens of a vocabulary that end an answer, whatever else the file names."""
     left_out = {ENDS_A_MESSAGE} if "<|return|>" in control else set()
     return [text for text in END_TEXTS if text in control and text not in left_out]
 
@@ -97,7 +97,7 @@ def _end_tokens(file: Header) -> dict[str, Any]:
 
 
 def gguf_generation_defaults(file: Header) -> GenerationDefaults:
-    """What a file recommends for generation, and the ids that end a sequence.
+    """Generation defaults of a file, and the ids that end a sequence.
 
     Raises:
         CheckpointError: a value has the wrong type or range.

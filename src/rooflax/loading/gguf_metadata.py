@@ -1,4 +1,4 @@
-"""From a model to the metadata of a GGUF file: what `gguf_config` reads, the other way round.
+"""Writes a model's GGUF metadata, the inverse of `gguf_config`.
 
 The families declare the keys (`GGUFSpec`). What a file cannot say is found by reading the metadata
 back: the architecture that llama.cpp would compute must be the model's own, or the key of
@@ -47,7 +47,7 @@ CLOSE = 1e-6
 
 
 class HeaderOnly:
-    """What `gguf_config` asks of a file, of one that is not written yet.
+    """File of which only the header exists, as `gguf_config` reads it.
 
     Args:
         path: for errors.
@@ -155,13 +155,13 @@ def _positions(spec: GGUFSpec, config: Decoder) -> Metadata:
 
 
 def _head_dim(config: Decoder) -> int:
-    """That of layers without a window, where there are some."""
+    """Head size of layers without a window, if there are some, else of all."""
     sizes = {attention.window is None: attention.head_dim for attention in config.attentions}
     return sizes.get(True, config.head_dim)
 
 
 def _layers(spec: GGUFSpec, config: Decoder, raw: Mapping[str, Any]) -> Metadata:
-    """What differs by layer, and what llama.cpp wants of a family beside the common keys."""
+    """Keys that differ by layer, and keys that llama.cpp wants of a family beside the common ones."""
     values: Metadata = {}
     windows = [layer.attention.window for layer in config.layers]
     if spec.ignores_window:
@@ -192,7 +192,7 @@ def rope_tensors(config: Decoder) -> dict[str, np.ndarray]:
 
 
 def sampling_metadata(defaults: GenerationDefaults) -> Metadata:
-    """What the checkpoint recommends for generation."""
+    """Metadata of the checkpoint's generation defaults."""
     if not defaults.do_sample:
         return {}
     values = {key: defaults.sampling.get(hf) for key, hf in SAMPLING_KEYS.items()}
@@ -224,7 +224,7 @@ def check_metadata(header: HeaderOnly, name: str, config: Decoder) -> None:
 
 
 def _not_computed(spec: GGUFSpec, config: Decoder, tensors: Sequence[str]) -> str | None:
-    """What llama.cpp, which opens the other models of a family, has not in this one."""
+    """Reasons why llama.cpp does not compute this model, though it opens others of the family."""
     ends = {tensor.partition(".")[2].partition(".")[2] for tensor in tensors}
     biases = {"ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"}
     if spec.square and config.num_heads * config.head_dim != config.hidden_size:

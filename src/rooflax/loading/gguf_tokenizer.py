@@ -93,7 +93,7 @@ _DEEPSEEK3 = (r"\p{N}{1,3}", _CJK, _DEEPSEEK3_WORDS)
 
 @dataclass(frozen=True)
 class Cut:
-    """How text is cut before the merges.
+    """Pre-tokenization: how text is split before the merges.
 
     Attributes:
         patterns: of the pieces, one after the other; GPT-2's own where there is none.

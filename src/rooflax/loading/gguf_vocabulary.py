@@ -1,4 +1,4 @@
-"""From a tokenizer to a GGUF file's metadata: what `gguf_tokenizer` reads, the other way round.
+"""Writes a tokenizer's GGUF metadata, the inverse of `gguf_tokenizer`.
 
 Byte-level BPE keeps its merges and the name of its pre-tokenizer; SentencePiece's BPE becomes
 scores, by the order of its merges. What is written is read back, and must cut and merge as the
@@ -119,7 +119,7 @@ def _steps(part: Any, key: str) -> list[dict[str, Any]]:
 
 
 def _cut(parts: Mapping[str, Any]) -> Cut | None:
-    """How a byte-level tokenizer cuts; None for a way that has no name here."""
+    """Name of a byte-level tokenizer's pre-tokenization; None if it has none here."""
     normal = _steps(parts["normalizer"], "normalizers")
     *steps, last = _steps(parts["pre_tokenizer"], "pretokenizers") or [{"type": None}]
     single = {"type": "Digits", "individual_digits": True}
@@ -238,7 +238,7 @@ def _special_ids(
 
 
 def _around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before a text and after it."""
+    """Tokens that the tokenizer adds before and after a text."""
     with_all, plain = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
     extra = len(with_all) - len(plain)
     start = next(i for i in range(extra + 1) if with_all[i : i + len(plain)] == plain)

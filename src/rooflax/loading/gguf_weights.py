@@ -218,7 +218,7 @@ class GGUFWeights:
         return parts_of(slot.line.layout, self.formats[slot.name], out_shape)
 
     def _rows(self, slot: Slot, part: Part) -> np.ndarray | None:
-        """Where each output's blocks lie in the mapped file, [*experts, out].
+        """Addresses of each output's blocks in the mapped file, [*experts, out].
 
         None where the inputs are in another order here.
         """
@@ -258,7 +258,7 @@ class GGUFWeights:
         return list(dict.fromkeys(names))  # those of experts are one stack
 
     def _order(self, slot: Slot, part: Part) -> np.ndarray:
-        """Which stored row of its tensors each of a part's outputs is."""
+        """Stored row of each of a part's outputs."""
         numbers, begin = [], 0
         for name in slot.hf_names:
             ids = []
@@ -276,7 +276,7 @@ class GGUFWeights:
 
 
 def _addresses(blocks: np.ndarray) -> np.ndarray:
-    """Of rows [*experts, rows, blocks, bytes], each of which lies together."""
+    """Addresses of rows [*experts, rows, blocks, bytes], each contiguous."""
     assert blocks.strides[-2:] == (blocks.shape[-1], 1)
     start = np.uint64(blocks.ctypes.data)
     for count, stride in zip(blocks.shape[:-2], blocks.strides[:-2], strict=True):
@@ -297,7 +297,7 @@ MOST_FURTHER = 64
 
 
 def tensor_entries(family: str, config: Decoder, present: Collection[str] = ()) -> dict[str, Entry]:
-    """By a checkpoint's name the stored tensors and their change.
+    """Stored tensors and their change, by the checkpoint's name.
 
     Args:
         present: the file's tensors, where there is one.

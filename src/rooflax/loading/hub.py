@@ -1,5 +1,5 @@
-"""Where a model is: a local folder, a GGUF file, an installed package's, or a download from the
-Hugging Face hub.
+"""Locates a model: a folder, a GGUF file, an installed package's, or a download from the Hugging
+Face hub.
 
 Downloads root-level safetensors, JSON and tokenizer files, or the GGUF files of one quantization
 (`owner/name:Q4_K_M`), nothing else: no pickle, no code, no copies in subfolders; or, to `inspect`
@@ -202,7 +202,7 @@ class _Repository:
         return []
 
     def cached(self, quantization: str | None) -> Path | None:
-        """What the cache has of it, if that is whole."""
+        """Path of the cached copy, if it is complete."""
         there = replace(self, offline=True)
         try:
             if quantization:
@@ -290,7 +290,7 @@ def _shown(names: Iterable[str]) -> str:
 
 @contextlib.contextmanager
 def _progress_bars():
-    """On a terminal only."""
+    """Shows progress bars on a terminal only."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 
     if (sys.stderr is not None and sys.stderr.isatty()) or are_progress_bars_disabled():

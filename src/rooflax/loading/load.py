@@ -1,4 +1,4 @@
-"""From a plan to a model with its weights on the device."""
+"""Loads a model as planned, with its weights on the device."""
 
 from __future__ import annotations
 

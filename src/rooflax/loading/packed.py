@@ -46,7 +46,7 @@ def is_packed(raw_config: Mapping[str, Any]) -> bool:
 
 
 def to_config(formats: Iterable[tuple[Slot, str | None]]) -> dict[str, Any]:
-    """What config.json says of packed weights; nothing where there are none.
+    """Entry in config.json for packed weights; empty if there are none.
 
     Args:
         formats: of every weight; None is a plain one's.
@@ -79,7 +79,7 @@ def tensors_of(slot: Slot, leaf: Quantized | Fused) -> list[TensorToWrite]:
 
 
 def _names(slot: Slot, num_parts: int) -> list[str]:
-    """What the names of the parts' arrays begin with."""
+    """Prefixes of the names of the parts' arrays."""
     return [slot.name] if num_parts == 1 else [f"{slot.name}.{i}" for i in range(num_parts)]
 
 

@@ -65,7 +65,7 @@ SMALL_CONTEXT = 256
 
 
 class StateRows(NamedTuple):
-    """Of the layers with state.
+    """State rows of recurrent layers.
 
     Attributes:
         row_bytes: of one sequence's state in all of them.
@@ -82,7 +82,7 @@ class StateRows(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(EngineConfig):
-    """Everything that is decided about a model before its weights are read.
+    """Decisions about a model, made before its weights are read.
 
     Attributes:
         info: the model.
@@ -115,7 +115,7 @@ class Plan(EngineConfig):
 
     @property
     def state_rows(self) -> StateRows | None:
-        """Of the KV cache's bytes, those of layers with state; None without such layers."""
+        """State rows in the KV cache; None without recurrent layers."""
         groups = self.info.config.groups
         if groups.state is None:
             return None
@@ -130,7 +130,7 @@ class Plan(EngineConfig):
 
     @property
     def load_bytes(self) -> int:
-        """Of weights that loading will read and keep, about."""
+        """Approximate bytes of weights that loading reads and keeps."""
         if self.offloading is not None:
             plan = self.offloading
             return plan.fixed_bytes + sum(plan.layer_bytes) - plan.bytes_per_step
@@ -140,7 +140,7 @@ class Plan(EngineConfig):
 
     @property
     def dequantized_bytes(self) -> int:
-        """Of weights that the checkpoint holds in codes, and memory as numbers."""
+        """Bytes of weights that are codes in the checkpoint and numbers in memory."""
         config, storage = self.info.config, self.storage
         slots = (slot for slot in config.slots() if slot.name in storage.dequantized)
         return sum(storage.of(slot, config).num_bytes() for slot in slots)
@@ -275,7 +275,7 @@ class Plan(EngineConfig):
         return plan._with_blocks(plan._blocks(free))
 
     def full_length_seqs(self) -> int:
-        """How many sequences of `max_model_len` the KV cache holds at once."""
+        """Number of sequences of `max_model_len` that the KV cache holds at once."""
         windows, size = self.info.config.cached_windows, accelerator.block_size()
         lengths = (self.max_model_len, self.new_tokens, size, 1 + self.num_draft_tokens)
         per_seq = [blocks_needed(window, *lengths) for window in windows]
@@ -478,7 +478,7 @@ def _is_bfloat16(info: ModelInfo) -> bool:
 
 
 def _plan_offloading(info: ModelInfo, storage: Storage, length: int, budget: int) -> StreamPlan:
-    """Which layers stay within the budget of bytes.
+    """Plans which layers stay in memory within the budget of bytes.
 
     Raises:
         RequestError: there is no file to read from, or the budget is too small.

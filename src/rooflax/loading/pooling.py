@@ -1,4 +1,4 @@
-"""How a checkpoint embeds or scores texts, from the files that sentence-transformers writes.
+"""Reads how a checkpoint embeds or scores texts, from sentence-transformers' files.
 
 `modules.json` names the modules in order: the transformer, a pooling, dense layers, a
 normalization, or a score from two tokens' logits. A module or a setting that is not computed here
@@ -77,7 +77,7 @@ class DenseLayer:
 
 @dataclass(frozen=True)
 class Pooling:
-    """What becomes of the hidden states of a text.
+    """Pooling: how hidden states become a vector or a score.
 
     Attributes:
         pooler: the engine's part of it.
@@ -112,7 +112,7 @@ class Pooling:
 
 
 def read_pooling(folder: Path, hidden_size: int, vocab_size: int) -> Pooling | None:
-    """What `modules.json` says; None where there is none.
+    """Reads `modules.json`; None if there is none.
 
     Args:
         hidden_size, vocab_size: of the transformer.
@@ -158,7 +158,7 @@ def read_pooling(folder: Path, hidden_size: int, vocab_size: int) -> Pooling | N
 
 
 def _read_max_tokens(folder: Path) -> int | None:
-    """What the first module's settings say; of lower case, that there is none."""
+    """Reads the first module's maximum length; rejects lower-casing."""
     raw = read_json_object(folder / TRANSFORMER)
     if raw.get("do_lower_case"):
         raise UnsupportedModelError(
@@ -189,7 +189,7 @@ def _check_sizes(pooling: Pooling, folder: Path, size: int, vocab_size: int) -> 
 
 
 def gguf_pooling(file: GGUFFile) -> Pooling | None:
-    """What a GGUF file's `pooling_type` says; None where there is none. llama.cpp normalizes.
+    """Reads a GGUF file's `pooling_type`; None if there is none. llama.cpp normalizes.
 
     Raises:
         CheckpointError: layers behind the pooling do not fit each other.
@@ -215,7 +215,7 @@ def gguf_pooling(file: GGUFFile) -> Pooling | None:
 
 
 def pooling_files(pooling: Pooling, size: int) -> dict[str, bytes | list[TensorToWrite]]:
-    """What `read_pooling` reads: bytes, or tensors, by their paths below the folder.
+    """Files that `read_pooling` reads: bytes or tensors, by their paths below the folder.
 
     Args:
         size: of hidden states.
@@ -291,7 +291,7 @@ def gguf_pooling_metadata(pooling: Pooling, architecture: str) -> dict[str, Any]
 
 
 def _place(folder: Path, path: str) -> Path:
-    """Where a module is: inside the folder.
+    """Folder of a module, which must be inside the checkpoint's.
 
     Raises:
         CheckpointError: the path leaves it.
@@ -325,7 +325,7 @@ def _read_modules(folder: Path) -> list[tuple[str, str]]:
 
 
 def _with_module(pooling: Pooling | None, kind: str, folder: Path) -> Pooling:
-    """What there was, with one more module."""
+    """Adds one module."""
     raw = read_json_object(folder / "config.json")
     if kind == "Pooling" and pooling is None:
         return Pooling(_pooler(raw))

@@ -30,7 +30,7 @@ def beside(format: str, parts: Sequence[Part], made: Iterable[Quantized]) -> Qua
 
 
 def output_order(slot: Slot, config: Decoder, numbers: list[np.ndarray]) -> np.ndarray:
-    """Which stored row each of our outputs is: the layout's own join, of the rows' numbers.
+    """Stored row of each of our outputs: the layout's own join, of the rows' numbers.
 
     Args:
         numbers: [rows, 1] int32 of each of the slot's tensors.

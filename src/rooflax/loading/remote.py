@@ -37,7 +37,7 @@ ROPE_TENSORS, MAX_ROPE_BYTES = "rope_", 1 << 20
 
 @dataclass
 class Session:
-    """What reading one model may do.
+    """Limits for reading one model over HTTP.
 
     Attributes:
         token: sent to the first server alone, never where it redirects to.
@@ -106,7 +106,7 @@ class Piece(NamedTuple):
 
 
 def _place(url: str) -> tuple[Server, str]:
-    """Where a request goes, and what it asks for.
+    """Address and path of a request.
 
     Raises:
         CheckpointError: it is no URL of HTTP.
@@ -143,7 +143,7 @@ def _is_global(text: str) -> bool:
 
 
 async def _connect(server: Server, addresses: list[str]) -> Connection:
-    """To the first of the addresses that were looked at, and of no others, that answers."""
+    """Connects to the first checked address that answers, and to no others."""
     for address in addresses[:-1]:
         with contextlib.suppress(OSError):
             return await Connection.to(server, address)
@@ -167,7 +167,7 @@ async def _get(
 
 
 def _piece(url: str, reply: Reply, begin: int, end: int) -> Piece:
-    """What an answer holds of the range that was asked for.
+    """Bytes of the requested range in a response.
 
     Raises:
         CheckpointError: nothing, with the reason.

@@ -106,7 +106,7 @@ def save(
 
 
 def companions(source: Path, names: Sequence[str] = COMPANIONS) -> dict[str, File]:
-    """What belongs to a checkpoint's tokenizer: files of its folder, or made from its GGUF file."""
+    """Tokenizer files of a checkpoint: those of its folder, or made from its GGUF file."""
     if source.is_file():
         return {**Tokenizer(source).files()}
     return {name: source / name for name in names if (source / name).is_file()}

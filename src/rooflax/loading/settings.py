@@ -26,7 +26,7 @@ DEFAULT_NUM_SEQS, DEFAULT_MAX_WAITING = 16, 256
 
 # fmt: off
 class EngineSettings(TypedDict, total=False):
-    """What `LLM` takes; what is left out, or None, is the default."""
+    """Arguments of `LLM`; an absent one, or None, is the default."""
 
     quantize: Annotated[str | None, _memory(
         Text(), "format of weights: int8, int4, mxfp4, fp8, w8a16 ..., or int4+head=int8",
@@ -80,7 +80,7 @@ class EngineSettings(TypedDict, total=False):
 
 
 class ServingSettings(EngineSettings, total=False):
-    """What `AsyncLLM` takes beside them."""
+    """Further arguments of `AsyncLLM`."""
 
     max_waiting: Annotated[int, _field(
         Whole(1), "sequences that may wait beyond those; more are rejected with QueueFull",

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint each weight is made of, by the family's table.
+"""Tensors of a checkpoint that each weight is made of, by the family's table.
 
 Every tensor is used, waived by name, or an error.
 """
@@ -35,7 +35,7 @@ NAMED_IN_ERRORS = 10
 
 
 class TensorPlan:
-    """Which tensors each slot is made of, checked before the first one is read."""
+    """Tensors of each slot, checked before the first one is read."""
 
     def __init__(
         self, source: Source, name: str, config: Decoder, packed: Mapping[str, tuple[str, ...]]
@@ -194,7 +194,7 @@ class TensorPlan:
 
 
 class NameMap:
-    """Where a table's name is found: as it is, under another prefix, or as MXFP4 halves."""
+    """Names in the checkpoint: as in the table, under another prefix, or as MXFP4 halves."""
 
     def __init__(self, present: set[str], module: Any):
         self.present = present

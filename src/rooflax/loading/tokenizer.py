@@ -279,7 +279,7 @@ class PlainTokenizer:
 
 
 def lone_surrogate(text: str) -> int | None:
-    """Where a text holds half of a pair of UTF-16, which is no character; None if nowhere."""
+    """Position of a lone UTF-16 surrogate in a text; None if there is none."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -303,7 +303,7 @@ def _library(failure: str) -> Iterator[None]:
 
 
 def _cut(lengths: list[int], most: int) -> list[int]:
-    """How long texts stay: the longer one loses tokens until all fit, the last one first."""
+    """Cuts texts to fit: the longer one loses tokens first, then the last one."""
     if len(lengths) == 1:
         return [min(lengths[0], most)]
     short = min(*lengths, most // 2)
@@ -398,7 +398,7 @@ _ESCAPED_LETTER = re.compile(rb"\\u00[2-7]")
 
 
 def _normalizers(data: bytes) -> list[Any]:
-    """What a tokenizer.json may have as its normalizer, found without reading its vocabulary."""
+    """Normalizers in a tokenizer.json, read without its vocabulary."""
     normalizers, decoder = [], json.JSONDecoder()
     matches = list(re.finditer(rb'"normalizer"\s*:\s*(?=\{)', data))
     # Letters may be escaped, so that the key looks otherwise; then everything is read.
@@ -447,7 +447,7 @@ _INNER = ("normalizers", "pretokenizers", "processors", "decoders")
 
 
 def _growth(step: dict[str, Any]) -> float:
-    """How many times as long a step can make a text, from below where Unicode decides."""
+    """Lower bound of how many times longer a step can make a text."""
     if step.get("type") == "ByteLevel":
         return 2.0  # a byte beyond ASCII becomes a character of two
     if step.get("type") == "Prepend":
@@ -585,7 +585,7 @@ def _add_missing_tokens(
 
 
 def _flags(entry: Any) -> dict[str, bool]:
-    """How a token is found in a text, as far as its entry says."""
+    """Flags for matching a token in a text, as far as its entry has them."""
     names = ("lstrip", "rstrip", "single_word", "normalized", "special")
     stated = entry if isinstance(entry, dict) else {}
     return {name: stated[name] for name in names if isinstance(stated.get(name), bool)}

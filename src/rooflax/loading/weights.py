@@ -1,4 +1,4 @@
-"""From a checkpoint's tensors to a model's weights: one slot at a time, or one layer.
+"""Reads a checkpoint's tensors as a model's weights: one slot at a time, or one layer.
 
 Memory holds the weights made so far and those that come next: the file's pages are let go of as
 they are consumed.
@@ -37,7 +37,7 @@ Empty = Callable[..., np.ndarray]
 
 
 class Route(Enum):
-    """How a weight gets from the checkpoint to its device; `WeightReader` decides it once."""
+    """Route of a weight from the checkpoint to its device; `WeightReader` decides it once."""
 
     COPY = "its tensors' numbers, copied"
     PAIR = "bfloat16 numbers, copied and packed in pairs"

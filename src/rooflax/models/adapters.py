@@ -152,8 +152,8 @@ def _keeps_inputs(layout: TensorLayout) -> bool:
 
 @cache
 def output_order(layout: TensorLayout, out_shape: Shape) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Where a weight's outputs come from: per output of ours its number among those of the
-    checkpoint's tensors, one tensor after the other; and how many each tensor has."""
+    """Order of a weight's outputs: for each its number among those of the checkpoint's tensors, one
+    tensor after the other; and the size of each tensor."""
     shapes = layout.hf_shapes((1,), out_shape)
     sizes = tuple(math.prod(shape) for shape in shapes)
     ends = np.cumsum(sizes)

@@ -202,7 +202,8 @@ class ConfigReader:
         *,
         scales_queries: bool = False,
     ) -> Rope:
-        """From `rope_theta` + `rope_scaling` or from `rope_parameters`, whose theta goes first.
+        """RoPE from `rope_theta` and `rope_scaling`, or from `rope_parameters`, whose theta has
+        priority.
 
         Args:
             partial: the share of dimensions that turn where config.json has none; None is all, and

@@ -1,4 +1,4 @@
-"""What the encoders share: attention both ways, a norm of each sum, BERT's keys and names.
+"""Parts of all encoders: bidirectional attention, a norm of each sum, BERT's keys and names.
 
 Their forward pass is the decoders' own (`nn.decoder`), with other options.
 """
@@ -56,7 +56,7 @@ TANH_HEAD = ScoreHead((("classifier.dense", "Tanh"), ("classifier.out_proj", "Id
 def bert_names(
     prefix: str, layer: str = "encoder.layer.{i}", **others: str | tuple[str, ...]
 ) -> Names:
-    """Where checkpoints keep weights and biases.
+    """Names of weights and biases in checkpoints.
 
     Args:
         others: names other than BERT's, by the table's key with "__" for a dot; a layer's within

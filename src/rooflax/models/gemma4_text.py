@@ -109,7 +109,7 @@ def _default_kind(index: int) -> str:
 
 
 def _read_attentions(reader: ConfigReader, kinds: Sequence[str]) -> dict[str, Attention]:
-    """By type of layer."""
+    """Attentions by type of layer."""
     parts = common.read_biases(reader) | {"wiring": SANDWICH, "theta": None, "scale": 1.0}
     local = common.read_attention(reader, norm_eps=1e-6, v_norm=True, **parts)
     local = replace(local, qk_norm=local.norm.eps, window=reader.size("sliding_window", 512))
@@ -165,7 +165,7 @@ def _read_full_heads(
 def _read_networks(
     reader: ConfigReader, norm: NormKind, activation: str
 ) -> tuple[Mlp | Moe, Mlp | Moe]:
-    """Of layers with keys and values of their own, and of the others."""
+    """Networks of layers with their own keys and values, and of the others."""
     has_experts, is_wide = reader.flag("enable_moe_block", False), "use_double_wide_mlp"
     key = "dense_mlp" if has_experts else "mlp"
     dense = Mlp(reader.size("intermediate_size"), norm, activation, key=key, wiring=SANDWICH)
@@ -287,7 +287,7 @@ def _write_gguf(decoder: Decoder, raw: Raw) -> Metadata:
 
 
 def _lacks_sharing(decoder: Decoder) -> str | None:
-    """Of which layers llama.cpp takes keys and values otherwise."""
+    """Names the layers whose keys and values llama.cpp shares otherwise."""
     attentions = [layer.attention for layer in decoder.layers]
     cut = [attention.window is not None for attention in attentions if not attention.reuses_kv]
     if not any(cut):

@@ -142,7 +142,7 @@ class GGUFSpec:
 
     @property
     def architectures(self) -> list[str]:
-        """Those of the family's files that are read."""
+        """Architectures of the family's files that are read."""
         name = self.told_by.architecture if self.told_by else self.architecture
         return [name, self.both_ways] if self.both_ways else [name]
 

@@ -70,7 +70,7 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
 
 
 def read_further(reader: ConfigReader) -> Names:
-    """Of the layers that predict further tokens, how many there are."""
+    """Number of layers that predict further tokens."""
     old, new = "num_nextn_predict_layers", "num_mtp_layers"
     count = reader.size(new, reader.size(old, 1, least=0, most=64), least=0, most=64)
     return replace(NAMES, further=count)

@@ -76,7 +76,7 @@ def read_model(
 
 
 def read_groups(reader: ConfigReader) -> dict[str, int]:
-    """Of experts, where not all are chosen."""
+    """Expert groups, where only some are selected."""
     groups, chosen = reader.size("n_group"), reader.size("topk_group")
     return {} if groups == chosen else {"groups": groups, "chosen_groups": chosen}
 

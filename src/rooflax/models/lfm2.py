@@ -88,7 +88,7 @@ def _check_causal(reader: ConfigReader) -> None:
 
 
 def _read_width(reader: ConfigReader) -> int:
-    """Of the feed-forward network: by default two thirds of what is stated, rounded up."""
+    """Width of the feed-forward network: by default two thirds of the stated one, rounded up."""
     width = reader.size("block_ff_dim", reader.get("intermediate_size", 12_288))
     multiple = reader.size("block_multiple_of", 256)
     factor = reader.number("block_ffn_dim_multiplier", 1.0, most=1000)

@@ -125,7 +125,7 @@ def write_gguf(decoder: Decoder, raw: Raw) -> Metadata:
 
 
 def write_image_gguf(decoder: Decoder, raw: Raw) -> Metadata:
-    """Beside these, of RoPE's frequencies how many turn by time, height and width."""
+    """Writes the common keys, and how many RoPE frequencies are for time, height and width."""
     written = write_gguf(decoder, raw)
     half = (full_rope(decoder).dim or decoder.head_dim) // 2
     sections = {"rope.dimension_sections": [-(-(half - i) // 3) for i in range(3)] + [0]}

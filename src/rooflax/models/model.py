@@ -92,7 +92,7 @@ class Model:
     def final_hidden(
         self, hidden: Float[Array, "*batch D"], options: ExecutionOptions = DEFAULT_OPTIONS
     ) -> Float[Array, "*batch D"]:
-        """What the head reads, in float32, of hidden states as `forward` gives them."""
+        """Input of the head, in float32, from hidden states as `forward` gives them."""
         return self.config.final_hidden(self.weights, hidden, options)
 
     def logits(

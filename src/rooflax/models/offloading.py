@@ -27,7 +27,7 @@ AHEAD = 2
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """Which layers stay in memory and which are streamed.
+    """Plan of layer offloading: which layers stay in memory.
 
     Attributes:
         budget_bytes: the most that weights may take.
@@ -47,12 +47,12 @@ class StreamPlan:
 
     @property
     def bytes_per_step(self) -> int:
-        """Of weights that are read at every step."""
+        """Bytes of weights read at every step."""
         return sum(self.layer_bytes[index] for index in self.streamed)
 
     @property
     def memory_bytes(self) -> int:
-        """Of weights in memory: what stays, and the offloaded layers that are on their way."""
+        """Bytes of weights in memory: resident layers, and the buffers of offloaded ones."""
         resident = sum(self.layer_bytes) - self.bytes_per_step
         passing = AHEAD * max((self.layer_bytes[index] for index in self.streamed), default=0)
         return self.fixed_bytes + resident + passing
@@ -90,7 +90,7 @@ def plan_offloading(
 
 @dataclass
 class StreamCounts:
-    """What was streamed so far.
+    """Counts of offloaded layers.
 
     Attributes:
         num_steps: passes over the layers that computed something.
@@ -139,7 +139,7 @@ class LayerStream:
         return weights
 
     def give_back(self) -> None:
-        """What was taken is used no more, and nothing computes with it; another is read there."""
+        """Returns a layer's buffer, which nothing reads any more; another layer is read into it."""
         if self._held is None:
             return
         place, weights = self._held
@@ -193,7 +193,7 @@ class OffloadedModel:
 
     @property
     def weights(self) -> dict[str, Any]:
-        """Those that stay."""
+        """Resident weights."""
         return self.ends.weights | {"layers": self.layers}
 
     @property
@@ -202,7 +202,7 @@ class OffloadedModel:
 
     @property
     def weights_bytes(self) -> int:
-        """In memory, the layers on their way included."""
+        """Bytes of weights in memory, buffers of offloaded layers included."""
         return self.plan.memory_bytes
 
     def group(self, index: int) -> int:

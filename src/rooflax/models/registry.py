@@ -1,4 +1,4 @@
-"""From a config.json to a family and its config. A family is a file of this folder."""
+"""Finds the family of a config.json and reads its config. A family is a file of this folder."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ CHANGED_BY_MLX = ("qwen3_next", "qwen3_5", "gpt_oss", "lfm2")
 
 @runtime_checkable
 class Family(Protocol):
-    """What a family module offers; it may also name its tensors' prefixes, HF_PREFIXES, a pattern
-    of those that it has no use for, SKIPPED, a MODEL_TYPE other than its file's name, and declare
-    its GGUF files, GGUF, and its tiny test checkpoint, TINY."""
+    """Interface of a family module. Optional: its tensors' prefixes, HF_PREFIXES; a pattern of
+    tensors that it does not use, SKIPPED; a MODEL_TYPE other than its file's name; its GGUF files,
+    GGUF; and its tiny test checkpoint, TINY."""
 
     def config_from_hf(self, reader: ConfigReader) -> Decoder:
         """The architecture that a config.json describes."""

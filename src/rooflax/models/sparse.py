@@ -14,7 +14,7 @@ from rooflax.ops.activation import ACTIVATIONS
 
 
 def read_sparse_layers(reader: ConfigReader) -> list[bool]:
-    """Which layers have experts."""
+    """Layers that have experts."""
     count, step = common.num_layers(reader), reader.size("decoder_sparse_step", 1)
     dense = reader.get("mlp_only_layers", [])
     if not isinstance(dense, list) or any(type(i) is not int for i in dense):

@@ -36,7 +36,7 @@ AnyAttention = Attention | Any
 
 @dataclass(frozen=True)
 class Names:
-    """Where a family's checkpoints keep what LLaMA's keep elsewhere.
+    """Names in a family's checkpoints that differ from LLaMA's.
 
     Attributes:
         stored: pairs of a table's key and its place; one tensor in place of several has their
@@ -119,7 +119,7 @@ class Decoder:
 
     @property
     def num_heads(self) -> int:
-        """Of the first layer with attention, as the next two."""
+        """Number of query heads of the first layer with attention, as the next two."""
         return self.attention.num_heads
 
     @property
@@ -132,7 +132,7 @@ class Decoder:
 
     @property
     def intermediate_size(self) -> int:
-        """Of the feed-forward network, or of one expert."""
+        """Width of the feed-forward network, or of one expert."""
         return self.axis_sizes["mlp"]
 
     @cached_property
@@ -149,7 +149,7 @@ class Decoder:
 
     @cached_property
     def attention(self) -> AnyAttention:
-        """That of the first layer that has it."""
+        """Attention of the first layer that has it."""
         return self.attentions[0]
 
     @property
@@ -159,7 +159,7 @@ class Decoder:
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
-        """Of every axis in the table."""
+        """Size of every axis in the table."""
         sizes = {"vocab": self.vocab_size, "hidden": self.hidden_size}
         if self.learned_positions:
             sizes["position"] = self.first_position + self.max_position
@@ -174,7 +174,7 @@ class Decoder:
 
     @cached_property
     def groups(self) -> LayerGroups:
-        """Which layers share blocks of the KV cache."""
+        """Layer groups, which share blocks of the KV cache."""
         mixers = [layer.attention for layer in self.layers]
         return LayerGroups.from_windows(
             tuple(mixer.window for mixer in mixers),
@@ -205,7 +205,7 @@ class Decoder:
 
     @property
     def cached_windows(self) -> tuple[int | None, ...]:
-        """Of the groups that keep K and V from step to step: none where sequences run whole."""
+        """Windows of the groups with a KV cache; empty if sequences run whole."""
         return self.groups.windows if self.is_causal else ()
 
     @property
@@ -270,7 +270,7 @@ class Decoder:
 
     @cached_property
     def num_parameters(self) -> int:
-        """How many numbers the weights hold."""
+        """Number of parameters."""
         return sum(math.prod(slot.line.shape(self.axis_sizes)) for slot in self.slots())
 
     # Forward
@@ -344,7 +344,7 @@ class Decoder:
         hidden: Float[Array, "*batch D"],
         options: ExecutionOptions = DEFAULT_OPTIONS,
     ) -> Float[Array, "*batch D"]:
-        """What the head reads, in float32, of what `forward` gives."""
+        """Input of the head, in float32, from the output of `forward`."""
         if not self.final_norm:
             return hidden.astype(jnp.float32)
         context = Context(options, None, None, {})

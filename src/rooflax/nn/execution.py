@@ -1,4 +1,4 @@
-"""What may change how fast a model runs, and what may change its numbers.
+"""Options that change a model's speed, and options that change its numbers.
 
 Two frozen values, apart from any model's config: `ExecutionOptions` never changes a token,
 `Precision` may; and a budget of memory, which changes no token either. This module knows no arrays

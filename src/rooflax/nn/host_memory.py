@@ -1,4 +1,4 @@
-"""What the kernel says of this process's and this machine's memory. Linux; elsewhere unknown."""
+"""Memory of this process and this machine, from the kernel. Linux; unknown elsewhere."""
 
 from __future__ import annotations
 

@@ -72,17 +72,17 @@ class LatentAttention:
 
     @property
     def head_dim(self) -> int:
-        """Of the one key."""
+        """Size of the one key."""
         return self.rank + self.rope_dim
 
     @property
     def kv_heads(self) -> tuple[int, ...]:
-        """How many there are, their size, and that values are in the keys."""
+        """Number of keys, their size, and that values are in the keys."""
         return self.num_kv_heads, self.head_dim, 1
 
     @property
     def scale(self) -> float:
-        """Of the scores."""
+        """Scale of the scores."""
         scaling = self.rope.scaling
         far = math.log(scaling.factor) if scaling and scaling.factor > 1 else 0.0
         return (self.nope_dim + self.rope_dim) ** -0.5 * (1 + 0.1 * self.mscale * far) ** 2
@@ -105,7 +105,7 @@ class LatentAttention:
         return sizes | ({"query_latent": self.query_rank} if self.query_rank else {})
 
     def _order(self, before: int) -> tuple[int, ...] | None:
-        """Of a vector whose dimensions for RoPE stand behind others."""
+        """Order of a vector whose RoPE dimensions stand behind others."""
         order = self.rope.order(self.rope_dim, self.interleaved)
         return order and (*range(before), *(before + i for i in order))
 

@@ -74,7 +74,7 @@ def shards_of(mesh: None) -> None: ...
 @overload
 def shards_of(mesh: Mesh) -> Shards: ...
 def shards_of(mesh: Mesh | None) -> Shards | None:
-    """What models are told of a mesh.
+    """Shards of a mesh.
 
     Raises:
         RequestError: it has an axis that is none of ours.
@@ -118,7 +118,7 @@ def weights_specs(
 def leaf_spec(
     line: WeightLine, leaf: Any, shards: Shards, lead: tuple[str | None, ...] = ()
 ) -> Any:
-    """Where a weight's array is split, or each array of a weight that is several.
+    """Partition of a weight's array, or of each array of a weight with several.
 
     Args:
         lead: of the axis of stacked layers.
@@ -149,7 +149,7 @@ def on_one_shard(bias: StackMember, shards: Shards | None) -> Array | StackMembe
 def on_one_shard(
     bias: Float[Array, "*shape"] | StackMember | None, shards: Shards | None
 ) -> Float[Array, "*shape"] | StackMember | None:
-    """What is added before a sum over tensor: whole on the first part, zero on the others."""
+    """Adds x on one tensor shard only: it is whole on the first and zero on the others."""
     if shards is None or shards.tensor == 1 or bias is None:
         return bias
     bias = taken(bias)
@@ -213,7 +213,8 @@ def local_experts(
 
 
 def local_tokens(batch: Batch, shards: Shards | None) -> Batch:
-    """This device's sequences (over data) and, of those, its tokens (over sequence).
+    """Local shard of the batch: this device's sequences (over data) and their tokens (over
+    sequence).
 
     Of a list, each data shard has the tokens of its own sequences in its own part of the list. What
     does not divide stays whole: then every device runs all of it.
@@ -302,7 +303,7 @@ def gather_tokens(x: Array, batch: Batch, axes: tuple[str, ...] = (DATA, SEQUENC
 def local_layers(
     x: Float[Array, "layers ..."] | None, shards: Shards | None
 ) -> Float[Array, "own ..."] | None:
-    """What the layers of this stage have of it."""
+    """Rows of this stage's layers."""
     if x is None or shards is None or shards.stage == 1:
         return x
     size = x.shape[0] // shards.stage

@@ -100,17 +100,17 @@ class Attention:
 
     @property
     def projected(self) -> str:
-        """What there are projections of, of q, k and v."""
+        """Projected parts, out of q, k and v."""
         return "q" if self.reuses_kv else "qk" if self.values_are_keys else "qkv"
 
     @property
     def rope_dim(self) -> int:
-        """What RoPE gets of a head."""
+        """Size of the part of a head that RoPE rotates."""
         return self.head_dim
 
     @property
     def kv_heads(self) -> tuple[int, ...]:
-        """How many there are, and their size; fields of `nn.kv_cache.Heads`."""
+        """Number of K/V heads, and their size; fields of `nn.kv_cache.Heads`."""
         return self.num_kv_heads, self.head_dim
 
     def axis(self, name: str) -> str:
@@ -169,7 +169,7 @@ class Attention:
 
     @property
     def _normed(self) -> str:
-        """What has norms with weights."""
+        """Parts with norm weights."""
         return "q" if self.reuses_kv else "qk"
 
     def __call__(
@@ -213,7 +213,7 @@ class Attention:
         return self.wiring.joined(x, context.all_reduce(h), self.norm, key, w, context), pools
 
     def _projection(self, w: LayerWeights, qkv: Array, context: Context) -> Projected | None:
-        """What becomes of the projection's result, unless more does than that can say."""
+        """Projection for the fused attention step; None if a step in between is not covered."""
         if self.projected != "qkv" or self.gate or self.v_norm:
             return None
         if self.flat_norm or self.norm_after_rope:
@@ -440,7 +440,7 @@ class Moe:
     def _line(
         self, axes: str, places: tuple[StoredAs, StoredAs], init: str = "normal"
     ) -> WeightLine:
-        """Of experts, which lie one by one or in one tensor."""
+        """Table line of experts, which are stored one by one or in one tensor."""
         first, other = reversed(places) if self.stacked else places
         return WeightLine(axes, first.hf, first.layout or TensorLayout(), init, other)
 
@@ -467,7 +467,7 @@ class Moe:
     def _experts(
         self, w: LayerWeights, x: Hidden, context: Context, onto: Hidden | None = None
     ) -> Hidden:
-        """What the chosen experts give, added to `onto`."""
+        """Output of the selected experts, added to `onto`."""
         norm, rows = self.norm.of(w, "mlp.norm"), x.reshape(-1, x.shape[-1])
         reads = self.norm.of(w, "mlp.router_norm") if self.router_norm else norm
         router = context.linear(rows, w["mlp.router"], w.get("mlp.router_bias"), prologue=reads)

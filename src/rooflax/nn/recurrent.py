@@ -123,7 +123,7 @@ class GatedDelta:
 
     @property
     def _widths(self) -> tuple[int, int, int]:
-        """Of a head's q, k, and v."""
+        """Widths of a head's q, k, and v."""
         return self.key_dim, self.key_dim, self.group * self.value_dim
 
     @cached_property

@@ -56,7 +56,7 @@ class Part:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """Of an array of the weight's outputs what is theirs."""
+        """Index of the part in an array of the weight's outputs."""
         return (slice(None),) * self.axis + (self.where,)
 
     def out_shape(self, whole: Shape) -> Shape:
@@ -92,7 +92,8 @@ def parts_of(layout: TensorLayout, format: str, out_shape: Shape) -> list[Part]:
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """What a weight becomes in memory; loading, counting, splitting and offloading read it.
+    """Format, dtype and shape of a weight in memory; loading, counting, splitting and offloading
+    read it.
 
     Attributes:
         shape: of the whole array in our layout.
@@ -162,7 +163,7 @@ class WeightPlan:
         return Fused(made, parts[0].axis, self.format)
 
     def num_bytes(self, shape: Shape | None = None) -> int:
-        """What it takes.
+        """Bytes in memory.
 
         Args:
             shape: of a part of it; None is all of it.
@@ -294,7 +295,7 @@ def _fitting(format: str, inner: int, local_inner: int) -> str:
 
 
 def matrices_of(slot: Slot, config: Decoder) -> list[str | None]:
-    """Which of PARTS lie side by side in a matmul's weight; None is another, or one format only."""
+    """Entries of PARTS that a matmul's weight fuses; None is another, or one format only."""
     name = slot.key.rpartition(".")[2]
     names = list(name) if set(name) <= set("qkv") else name.split("_")
     known: list[str | None] = [part if part in PARTS else None for part in names]

@@ -27,7 +27,7 @@ Where = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How the tensors of a checkpoint become one of ours, and back.
+    """Layout of a checkpoint's tensors in one of our arrays, and back.
 
     The base class keeps a tensor as the checkpoint has it.
     """
@@ -120,7 +120,7 @@ def _is_whole(where: slice, size: int) -> bool:
 
 
 def _times(where: slice, step: int) -> slice:
-    """Where a slice lies once each of its items is `step` of them."""
+    """Slice of items of size `step` that a slice of them covers."""
     begin, end = (None if n is None else n * step for n in (where.start, where.stop))
     return slice(begin, end)
 
@@ -170,7 +170,7 @@ class QKV(TensorLayout):
         return 1, (out_shape[1] - self.num_kv, *[1] * self.num_kv)
 
     def _slices(self, group: int) -> list[slice]:
-        """Where q, k and v lie on the axis of a group."""
+        """Slices of q, k and v on the axis of a group."""
         queries = group - self.num_kv
         return [slice(0, queries), *(slice(i, i + 1) for i in range(queries, group))]
 
@@ -203,7 +203,7 @@ class QKV(TensorLayout):
         return [part[_times(where[-3], part.shape[0] // shape[-3])] for part in parts]
 
     def _order(self, head: int, group: int) -> Any:
-        """Of the dimensions of one of a group's heads: queries, then k, then v."""
+        """Order of the dimensions of a group's heads: queries, then k, then v."""
         queries = group - self.num_kv
         is_gate = self.gated and head < queries and head % 2 == 1
         if self.order is None or head > queries or is_gate:
@@ -244,7 +244,7 @@ class Rows(TensorLayout):
         return [(sum(shape[0] for shape in several), *several[0][1:])]
 
     def beside(self, out_shape: Shape) -> tuple[int, tuple[int, ...]] | None:
-        """Of the several, which other files have apart."""
+        """The several layouts that other files store apart."""
         return self.each.beside(out_shape)
 
     def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
@@ -296,7 +296,7 @@ class Swapped(TensorLayout):
         return [parts[0].reshape(self._swapped(shape))[self._swapped(where)]]
 
     def _swapped(self, each: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What each of our axes has, in the checkpoint's order of them."""
+        """Axes in the checkpoint's order."""
         at = len(each) - self.axes
         return (*each[:at], each[at + 1], each[at], *each[at + 2 :])
 
@@ -438,7 +438,7 @@ class HeadRows(TensorLayout):
         return [rows[where[axis]] for rows in self._apart(parts, shape[axis])]
 
     def _apart(self, parts: Sequence[np.ndarray], heads: int) -> list[np.ndarray]:
-        """Of each kind [heads, width, ...]; parts of the tensors come so."""
+        """Splits the rows by kind, [heads, width, ...] each; parts of the tensors come so."""
         if parts[0].ndim == (4 if self.is_kernel else 3):
             return list(parts)
         by_part = []
@@ -450,7 +450,7 @@ class HeadRows(TensorLayout):
 
 @dataclass(frozen=True)
 class HeadPart(TensorLayout):
-    """Of a linear layer whose rows are by head, and of each head of two kinds, the rows of one.
+    """Rows of one kind in a linear layer whose rows are by head, with two kinds in each head.
 
     The first kind's are as in the checkpoint, [heads, rows, in], the second's transposed, [heads,
     in, rows]. A tensor that two weights share is the sum of what they give of it.
@@ -497,7 +497,7 @@ class Float32(Flat):
 
 @dataclass(frozen=True)
 class StoredAs:
-    """Where a checkpoint keeps a weight, in place of its line's own; None is the line's layout."""
+    """Place of a weight in other checkpoints; a layout of None is the line's own."""
 
     hf: str | tuple[str, ...]
     layout: TensorLayout | None = None
@@ -528,7 +528,7 @@ class WeightLine:
 
     @property
     def places(self) -> tuple[WeightLine, ...]:
-        """This line, and the same with its tensors where some checkpoints keep them."""
+        """This line, and its alternatives in other checkpoints."""
         if self.other is None:
             return (self,)
         layout = self.other.layout or self.layout

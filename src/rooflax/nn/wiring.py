@@ -1,4 +1,4 @@
-"""What the parts of a layer share: their context, norms, and how they join the residual stream."""
+"""Shared parts of layers: their context, norms, and the residual connection."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Table = dict[str, WeightLine]
 
 @dataclass(frozen=True)
 class Context:
-    """What the layers of a step share.
+    """Context that the layers of a step share.
 
     Attributes:
         num_tokens: how many leading tokens are real; None is all.
@@ -52,7 +52,7 @@ class Context:
         return ops_norm(x, *weights, eps=norm.eps, implementation=self.options.kernels)
 
     def on_one_shard(self, x: Any) -> Any:
-        """What is added before `all_reduce`: on one tensor shard only."""
+        """Adds x on one tensor shard only, before `all_reduce`."""
         return mesh.on_one_shard(x, self.shards)
 
     def all_reduce(self, x: Array, *axes: str) -> Array:
@@ -91,7 +91,7 @@ class NormKind:
 
 @dataclass(frozen=True)
 class Wiring:
-    """How a branch (attention or feed-forward network) is added to the residual stream.
+    """Residual connection of a branch (attention or feed-forward network).
 
     Attributes:
         before: a norm of what the branch reads.
@@ -117,7 +117,7 @@ class Wiring:
         return norm.of(w, f"{key}.norm") if self.before else None
 
     def residual(self, x: Hidden) -> Hidden | None:
-        """What the branch's last matmul adds to its result; None leaves that to `joined`."""
+        """Residual that the branch's last matmul adds; None leaves that to `joined`."""
         return None if self.after or self.scale != 1.0 else x
 
     def joined(

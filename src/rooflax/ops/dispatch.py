@@ -40,7 +40,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class Ran:
-    """What ran of an operation.
+    """Record of the implementation that ran.
 
     Attributes:
         implementation: its name.
@@ -102,7 +102,7 @@ class Operation:
         return run(*args, **kwargs)
 
     def choose(self, implementation: str | None, *args: Any, **kwargs: Any) -> Ran:
-        """What runs for these arguments, of which it looks at shapes and types."""
+        """Chooses the implementation for these arguments, by their shapes and types."""
         if implementation is not None:
             name = self._named(implementation)
             if why := self.backend(name).unsupported(*args, **kwargs):

@@ -23,7 +23,7 @@ PANEL = 16
 
 @dataclass(frozen=True)
 class Format:
-    """How a matmul's weights are kept, and its activations rounded.
+    """Format of a matmul's weights, and the rounding of its activations.
 
     Attributes:
         code: of the weights; `ops.weights.formats` has a class for each.

@@ -1,4 +1,4 @@
-"""Which implementations each operation has here, and which run."""
+"""Implementations of each operation that exist here, and those that run."""
 
 from __future__ import annotations
 
@@ -88,5 +88,5 @@ def by_default() -> dict[str, dict[str, Ran]]:
 
 
 def _like(shape: tuple[int, ...], dtype: Any) -> Any:
-    """What stands for an array of which only shape and type are asked."""
+    """Stands in for an array of which only shape and type are read."""
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))

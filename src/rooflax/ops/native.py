@@ -51,7 +51,7 @@ class Status:
 
 
 def library_path() -> Path | None:
-    """Where the library was installed; None where the package was installed without a compiler.
+    """Path of the installed library; None if the package was installed without a compiler.
 
     An editable install keeps it apart from the sources: every folder of the package is looked at.
     """
@@ -128,13 +128,13 @@ def layout(code: str) -> int:
 
 
 def unreadable(code: str) -> str | None:
-    """Why the kernels cannot read weights of this layout; None if they can."""
+    """Reason why the kernels cannot read weights of this layout; None if they can."""
     known = READ_AS.get(code, code) in LAYOUTS
     return None if known else f"the native kernels have no {code} weights"
 
 
 def _ffi_version() -> int | None:
-    """What jaxlib's header says, major * 1000 + minor."""
+    """Version in jaxlib's header, major * 1000 + minor."""
     header = Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h"
     try:
         text = header.read_text(encoding="utf-8")
@@ -250,6 +250,7 @@ def instruction_set() -> str:
 
 
 def force_instruction_set(name: str) -> bool:
-    """For tests: one of INSTRUCTION_SETS, or "" for the best; False if this processor lacks it."""
+    """Forces one of INSTRUCTION_SETS, or "" for the best, in tests; False if this processor lacks
+    it."""
     library = load()
     return library is not None and bool(library.rooflax_force_instruction_set(name.encode()))

@@ -74,7 +74,7 @@ class Sampling:
 
     @classmethod
     def of(cls, rows: Int[Array, "B width"]) -> Sampling:
-        """From columns as `sampling_columns` writes them."""
+        """Reads columns as `sampling_columns` writes them."""
         floats, unsigned, ints, ids, values, allowed, stop = columns.split(rows)
         fields = {name: _as(floats[:, i], jnp.float32) for i, name in enumerate(columns.FLOATS)}
         fields |= {name: _as(unsigned[:, i], jnp.uint32) for i, name in enumerate(columns.UNSIGNED)}
@@ -95,7 +95,7 @@ def _as(x: jax.Array, dtype: Any) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TokenCounts:
-    """What penalties need to know of each sequence; a row is a slot, the last one is scratch.
+    """Token counts of each sequence, for penalties; a row is a slot, the last one is scratch.
 
     Attributes:
         latest: what the last decode steps counted, NO_ID behind it; None where nothing is taken
@@ -444,7 +444,7 @@ def _logprobs(logits: Float[Array, "B V"], largest: Float[Array, "B 1"]) -> Floa
 def _keep(
     ordered: Float[Array, "B C"], total: Float[Array, " B"], sampling: Sampling
 ) -> Bool[Array, "B C"]:
-    """Which of the tokens, most likely first, survive top-k, top-p and min-p.
+    """Mask of the tokens, most likely first, that pass top-k, top-p and min-p.
 
     Args:
         ordered: scaled logits, descending; the most likely C of the vocabulary.

@@ -1,5 +1,4 @@
-"""What a sequence wants of the sampler, as one row of int32: its columns, and how to write and read
-them.
+"""Sampler inputs of a sequence as one row of int32: its columns, and how to write and read them.
 
 Floats are there by their bits. The rows of all slots stay on the device; the native sampler reads
 them as they are (csrc/sample.h, `SamplingRow`).

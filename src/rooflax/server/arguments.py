@@ -76,7 +76,7 @@ class ArgumentStream:
                 return text[:at]
 
     def _note(self, sign: str) -> bool:
-        """What a sign changes; whether it was the last."""
+        """Changes the state at a character; whether it was the last."""
         if self._in_string:
             if sign == "\\":
                 self.is_escaped = True
@@ -115,7 +115,7 @@ class StringEnd:
 
     @property
     def size(self) -> int:
-        """How much of it belongs to the string; 0 if that does not end as one of JSON does."""
+        """Characters that belong to the string; 0 if it does not end as one of JSON does."""
         return self._end if self.is_decided else 0
 
     def push(self, text: str) -> None:

@@ -137,7 +137,7 @@ class Call:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the answer."""
+        """Headers of the response."""
         seed = {"x-rooflax-seed": str(self.seed)}
         if not self.ignored:
             return seed
@@ -159,11 +159,11 @@ class Call:
         }  # fmt: skip
 
     def timed(self) -> dict[str, Any]:
-        """What timings_per_token adds to every object of the answer."""
+        """Fields that timings_per_token adds to every object of the response."""
         return {"timings": self.usage.timings()} if self.fields.get("timings_per_token") else {}
 
     def stream_option(self, name: str) -> bool:
-        """Of stream_options.
+        """Value of one of stream_options.
 
         Raises:
             ApiError: there are some without a stream.
@@ -218,7 +218,7 @@ def check_finished(completion: Completion) -> None:
 def token_ids(
     fields: Mapping[str, Any], tokens: Sequence[int], prompt: Sequence[int]
 ) -> dict[str, Any]:
-    """What return_token_ids adds to a choice."""
+    """Fields that return_token_ids adds to a choice."""
     if not fields.get("return_token_ids"):
         return {}
     return {"token_ids": list(tokens), "prompt_token_ids": list(prompt)}

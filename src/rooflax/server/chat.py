@@ -143,7 +143,7 @@ class _Answer:
         yield DONE
 
     def _of_tokens(self, piece: Piece) -> dict[str, Any]:
-        """What is said of tokens, beside their text."""
+        """Fields of a chunk that describe its tokens."""
         more: dict[str, Any] = {}
         if piece.tokens:
             more["logprobs"] = self._logprobs(piece.tokens)

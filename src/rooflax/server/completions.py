@@ -94,7 +94,7 @@ async def _params(call: Call, num_prompts: int) -> SamplingParams:
 
 @dataclass
 class _Answer:
-    """What is said of each prompt's samples."""
+    """Response with the samples of every prompt."""
 
     call: Call
     prompts: list[str | list[int]]

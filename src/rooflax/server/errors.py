@@ -1,4 +1,4 @@
-"""What goes wrong over HTTP: a status, a code and one sentence, in the body of each API."""
+"""HTTP errors: a status, a code and one sentence, in the body of each API."""
 
 from __future__ import annotations
 

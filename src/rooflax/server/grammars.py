@@ -92,7 +92,7 @@ class Grammar:
 
 
 class Unforceable(Exception):
-    """Why a format's notation cannot force a schema."""
+    """Reason why a format's notation cannot force a schema."""
 
 
 def call_alone(
@@ -205,7 +205,7 @@ def _escaped(text: str) -> str:
 
 
 def _thought(grammar: Grammar, format: Format, thinks: Thinks) -> str:
-    """What may, or has to, come before the answer."""
+    """Optional or required prefix before the answer: reasoning or channels."""
     if format.channels is not None:
         ways = [
             f"{grammar.text(each)} {grammar.until(format.channels.close)}"

@@ -75,7 +75,7 @@ def chat_fields(call: Call) -> dict[str, Any]:
 
 
 def _effort(call: Call) -> dict[str, Any]:
-    """How much to reason; what the template cannot be told is reported."""
+    """Reasoning effort; settings that the template does not read are reported."""
     thinking, ignored = present(call.fields.get("thinking", {})), call.ignored
     effort = call.fields.get("output_config", {}).get("effort")
     kind, changes = thinking.get("type"), {}

@@ -51,7 +51,7 @@ class Exporter:
         return Response(generate_latest(self._registry), headers={"content-type": TYPE})
 
     def collect(self) -> Iterator[Metric]:
-        """What is read off the service at this moment."""
+        """Collects the service's metrics."""
         service = self._service
         uptime = time.monotonic() - service.started_s
         yield _gauge("rooflax:uptime_seconds", "Time since the start.", [((), uptime)], ())

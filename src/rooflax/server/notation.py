@@ -21,7 +21,7 @@ _NOTABLE = {quote: re.compile(rf"[\\{quote}]") for quote in "\"'"}
 
 
 class Notation(NamedTuple):
-    """How arguments are written.
+    """Notation of arguments.
 
     Attributes:
         quote: around texts, which then have no escapes; "" is quotes and escapes as in Python.
@@ -112,7 +112,7 @@ class Scanner:
         return pairs
 
     def several(self, close: str, one: Callable[[], Any]) -> None:
-        """What stands between commas, up to `close`."""
+        """Reads items between commas, up to `close`."""
         if self.take(close):
             return
         while True:
@@ -146,7 +146,7 @@ class Scanner:
         return _WORDS[word]
 
     def _quote(self) -> str:
-        """What opens a text here; "" where none begins."""
+        """Opening quote at this place; "" if there is none."""
         self.skip()
         for quote in (self.notation.quote,) if self.notation.quote else ('"', "'"):
             if self.text.startswith(quote, self.at):

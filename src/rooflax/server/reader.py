@@ -45,7 +45,7 @@ _RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_-]{1,64})")
 
 
 class State(StrEnum):
-    """Where in an answer the text is."""
+    """State of the reader."""
 
     CONTENT = "content"
     REASONING = "reasoning"
@@ -55,7 +55,7 @@ class State(StrEnum):
 
 
 class Step(StrEnum):
-    """What takes the reader from state to state."""
+    """Event that moves the reader from state to state."""
 
     THINK = "reasoning opens"
     ANSWER = "reasoning closes"
@@ -191,7 +191,7 @@ class Reader:
 
     @property
     def _settled(self) -> int:
-        """Where what is held back begins."""
+        """Start of the text that is held back."""
         if self._call is not None and not self._call.is_certain:
             return self._call.at
         return self._space_at if self._space else self._at
@@ -211,7 +211,7 @@ class Reader:
         return self._content(number)
 
     def flush(self, *, is_cut: bool) -> str:
-        """What was held back, at the end of the answer.
+        """Returns the text that was held back, at the end of the answer.
 
         Reasoning that the prompt has opened and the model has not closed is the answer: it is read
         once more, for text and calls.
@@ -230,7 +230,7 @@ class Reader:
         return self._content(number)
 
     def _content(self, number: int) -> str:
-        """What was said since so many events."""
+        """Content since the first `number` events."""
         return "".join(each.text for each in self._events[number:] if each.kind == "content")
 
     def _say(self, text: str, at: int) -> None:
@@ -320,7 +320,7 @@ class Reader:
         self._trims = not self._is_harmony and step is not Step.CALL
 
     def _turn(self, mark: str) -> None:
-        """What a mark changes."""
+        """Changes the state at a mark."""
         if self._is_harmony:
             self._at += len(mark)
             self._harmony_turn(mark)
@@ -478,7 +478,7 @@ class _OpenCall:
 
     @property
     def is_certain(self) -> bool:
-        """It cannot turn out to be content."""
+        """Whether it can no longer turn out to be content."""
         return self.stream is not None
 
     @property

@@ -26,7 +26,7 @@ _RESERVED = frozenset(
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the model goes on with.
+    """Rendered prompt.
 
     Attributes:
         format: of reasoning and calls.
@@ -137,7 +137,7 @@ def tells_effort(service: Service, effort: str) -> bool:
 
 
 def efforts(service: Service) -> tuple[str, ...]:
-    """Of reasoning, that the model's template tells apart."""
+    """Reasoning efforts that the model's template distinguishes."""
     read = _read_by(service)
     if "reasoning_effort" in read:
         return EFFORTS

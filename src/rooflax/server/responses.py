@@ -323,7 +323,7 @@ class _Answer:
             yield self._of(f"response.{name}.delta", content_index=0, delta=text, **more)
 
     def _logprobs(self) -> list[dict[str, Any]]:
-        """Of the tokens that belong to the text of the open item."""
+        """Log-probabilities of the tokens in the open item's text."""
         entries, end = [], self.texts[-1][1]
         while self.tokens and self.tokens[0].begin < end:
             token = self.tokens.pop(0)

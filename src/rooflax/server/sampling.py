@@ -69,7 +69,7 @@ def sampling_params(
 
 
 def form_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What the text must look like, as one field of SamplingParams; nothing if it is free.
+    """Grammar constraint, as one field of SamplingParams; empty if the text is free.
 
     Raises:
         ApiError: it is asked for twice, or of no known kind.
@@ -115,14 +115,14 @@ class Place:
         self._at, self._utf8 = at, codecs.getincrementaldecoder("utf-8")("replace")
 
     def go_on(self, spelled: bytes) -> int:
-        """Where a token begins; of a part of a character where that does."""
+        """Position where a token begins; for a part of a character, where that begins."""
         begun = self._at
         self._at += len(self._utf8.decode(spelled))
         return begun
 
 
 class Spelling:
-    """What single tokens spell, for log-probabilities."""
+    """Text of single tokens, for log-probabilities."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer

@@ -82,7 +82,7 @@ class Service:
         self.engine, self._state = engine, "ready"
 
     def fails(self, reason: str) -> None:
-        """There will be no answers any more."""
+        """Records a failure: the server answers nothing any more."""
         self.failure, self._state = reason, "failed"
 
     def drains(self) -> None:
@@ -143,12 +143,12 @@ class Service:
 
     @cached_property
     def spelling(self) -> Spelling:
-        """What the model's tokens spell."""
+        """Texts of the model's tokens."""
         return Spelling(self.ready().llm.tokenizer)
 
     @cached_property
     def _own_format(self) -> Format | None:
-        """What the checkpoint itself says of its answers."""
+        """Format that the checkpoint itself declares."""
         stated = self.ready().llm.tokenizer.response_template
         if stated is None:
             return None
@@ -160,8 +160,7 @@ class Service:
 
     @property
     def format(self) -> Format:
-        """How the model writes calls and reasoning; calls in a generic one where that is not
-        known."""
+        """Format of the model's calls and reasoning; a generic one if calls are unknown."""
         template = self.ready().llm.tokenizer.chat_template
         return with_calls(self._own_format or format_of(template))
 
@@ -200,7 +199,7 @@ class Service:
             self._mean_s += 0.1 * (time.monotonic() - started - self._mean_s)
 
     def no_place(self, owner: str) -> ApiError | None:
-        """Why not one more answer may be opened, before a body is read; None without an engine."""
+        """Error if no further request can be opened, before a body is read; None without an engine."""
         with contextlib.suppress(ApiError):
             return self._no_place() if self._is_over(1, owner) else None
         return None
@@ -276,7 +275,7 @@ class Service:
             self._num_texts -= 1
 
     async def faults(self, grammars: Sequence[str]) -> list[str]:
-        """Why each Lark grammar cannot be compiled; "" where it can.
+        """Reasons why Lark grammars cannot be compiled; "" for one that can.
 
         Raises:
             ApiError: 429, too many wait to be tried.

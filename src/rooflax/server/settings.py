@@ -1,4 +1,4 @@
-"""What the operator chose: where the server listens, for whom, and its limits."""
+"""Settings of the operator: address, keys and limits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SECONDS = Number(0, 1e9, above=True, below=True)
 @documented
 @dataclass(frozen=True)
 class Settings:
-    """Of one server. Flags and ROOFLAX_* variables set them."""
+    """Settings of one server, from flags and ROOFLAX_* variables."""
 
     host: str = _asking(Text(), "address to listen at", default="127.0.0.1", metavar="ADDRESS")
     port: int = _asking(
@@ -167,7 +167,7 @@ def _address_is(name: str, what: str) -> bool:
 
 
 def allowed_origin(settings: Settings, origin: str) -> str | None:
-    """What Access-Control-Allow-Origin says to pages of an origin that may read answers, else None.
+    """Value of Access-Control-Allow-Origin for pages of an allowed origin, else None.
 
     No answer allows credentials, which "*" could not: a key is a header of the page's own.
     """

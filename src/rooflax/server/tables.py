@@ -1,4 +1,4 @@
-"""What every route accepts: the tables of fields that parse, document and describe requests."""
+"""Fields of every route: the tables that parse, document and describe requests."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _ALPHABET = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """What may be called.
+    """Tools that may be called.
 
     Attributes:
         tools: as chat templates take them; none where nothing may be called.
@@ -47,12 +47,12 @@ class ToolChoice:
 
     @property
     def _functions(self) -> dict[str, Mapping[str, Any]]:
-        """Those that may be called by a forced answer."""
+        """Functions that a forced answer may call."""
         functions = [tool["function"] for tool in self.tools]
         return {each["name"]: each for each in functions if self.name in (None, each["name"])}
 
     def trials(self, special: Mapping[str, int]) -> dict[str, str]:
-        """By function, the grammar by which is tried whether its schema can be forced."""
+        """Grammar by which each function's schema is tried."""
         grammars = {}
         for name, function in self._functions.items():
             if self.is_forced or function.get("strict"):

@@ -44,7 +44,7 @@ class Spelled(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """What one sample went on with.
+    """Part of one sample since the last one.
 
     Attributes:
         events: text, reasoning and calls, in their order.

@@ -161,7 +161,7 @@ class BeamGroup:
 
 
 def _next_beams(chosen: list[Continuation], count: int) -> dict[int, Continuation]:
-    """Which of `count` beams takes which continuation."""
+    """Assigns continuations to `count` beams."""
     next_beams: dict[int, Continuation] = {}
     others = []
     for beam in chosen:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class CallTimes(NamedTuple):
-    """Of a device call, on the monotonic clock.
+    """Times of a device call, on the monotonic clock.
 
     Attributes:
         scheduled_s: when its step was begun, or the call before it ended.
@@ -37,7 +37,7 @@ class CallTimes(NamedTuple):
 
 
 class Core(Protocol):
-    """What features may use of the engine."""
+    """Interface of the engine that features may use."""
 
     config: EngineConfig
     runner: Runner
@@ -94,7 +94,7 @@ class Feature:
         return {}
 
     def limit_steps(self, decodes: list[Sequence], most: int) -> int:
-        """Before scheduling: how many of at most so many decode steps a dispatch should run."""
+        """Limits the decode steps of a dispatch; runs before scheduling."""
         return most
 
     def before_step(self, plan: StepPlan) -> StepPlan:
@@ -102,8 +102,8 @@ class Feature:
         return plan
 
     def after_call(self, call: Call, result: StepResult, times: CallTimes) -> None:
-        """Before the tokens of a device call are appended; a sequence that it restarts or finishes
-        gets none of them."""
+        """Handles a device call before its tokens are appended; a sequence that it restarts or
+        finishes gets none of them."""
 
     def after_token(self, sequence: Sequence, result: StepResult | None) -> bool:
         """A sequence with slots got a token.
@@ -121,7 +121,7 @@ class Feature:
         return None
 
     def after_step(self, plan: StepPlan) -> list[StepOutput]:
-        """What the feature gave sequences beyond the tokens of the step."""
+        """Returns outputs of sequences beyond the tokens of the step."""
         return []
 
     def warm_up(self, report: Callable[[Compiled], None]) -> Seq[Compiled]:

@@ -30,8 +30,8 @@ LONGEST_GAP_S = 0.01
 
 @dataclass
 class Constrained(FeatureState):
-    """Of a sequence with a constraint: the running mean of how often a token leaves its mask as it
-    was."""
+    """State of a sequence with a constraint: the running mean of how often a token leaves its mask
+    unchanged."""
 
     feature = "structured output"
 
@@ -39,7 +39,7 @@ class Constrained(FeatureState):
 
 
 def constrain(sequence: Sequence, constraint: Constraint) -> None:
-    """From here on the sequence's text follows the constraint."""
+    """Constrains the sequence's text from here on."""
     sequence.sampler.constraint = constraint
     sequence.features[Constrained] = Constrained()
 
@@ -124,7 +124,7 @@ class Grammar(Feature):
         return stays
 
     def forced_token(self, sequence: Sequence) -> int | None:
-        """What the sampler could not but choose next, because the constraint leaves nothing else.
+        """The only token that the constraint allows next, if there is just one.
 
         None where more is asked than the token, and where something else may forbid it.
         """

@@ -46,7 +46,7 @@ class Drafter:
     num_bytes = 0
 
     def propose(self, sequences: Seq[Sequence], num_tokens: int) -> list[list[int]]:
-        """At most `num_tokens` guesses for each sequence."""
+        """Proposes at most `num_tokens` draft tokens for each sequence."""
         return [[] for _ in sequences]
 
     def warm_up(self, report: Callable[[Compiled], None], num_tokens: int) -> list[Compiled]:
@@ -76,7 +76,7 @@ class NgramDrafter(Drafter):
 
 
 class _Ngrams:
-    """Where each n-gram of a growing list of tokens last ended, the end of the list apart."""
+    """End of each n-gram in a growing list of tokens, the end of the list apart."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[int, ...], int] = {}
@@ -171,7 +171,7 @@ class Speculation(Feature):
     def _count(
         self, call: Call, result: StepResult, lookahead: list[list[int]], seconds: float
     ) -> None:
-        """What came of drafts; a row that they left not finite starts over without."""
+        """Counts accepted drafts; a row that drafts made non-finite restarts without them."""
         metrics, blocks = self.core.metrics, self.core.scheduler.blocks
         num_accepted, num_drafts = 0, sum(map(len, lookahead))
         for row, (sequence, draft) in enumerate(zip(call.sequences, lookahead, strict=True)):

@@ -35,7 +35,7 @@ __all__ = ["CodedWeights", "KeptCodes", "Scheme", "declared_in", "read_scheme"]
 
 
 def declared_in(raw: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
-    """What a checkpoint says of its quantization, with its `quant_method`."""
+    """Quantization that a checkpoint declares, with its `quant_method`."""
     for key in KEYS:
         declared = raw.get(key)
         if isinstance(declared, dict):

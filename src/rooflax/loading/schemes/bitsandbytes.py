@@ -120,7 +120,7 @@ def _four_bits(tensors: Tensors, name: str, state: str, kind: str) -> Coded:
 
 
 def _state(tensors: Tensors, name: str) -> dict[str, Any]:
-    """What the JSON says; no shape where there are headers alone, whose data is zeros."""
+    """Reads the JSON; without a shape where only headers are there, whose data is zeros."""
     empty = {"shape": (), "blocksize": 64, "nested_blocksize": 256, "nested_offset": 0.0}
     data = tensors.read(name).tobytes()
     if not any(data):

@@ -101,7 +101,7 @@ class Tensors:
     def expect(
         self, name: str, shape: tuple[int, ...] | None, *dtypes: str, beside: str
     ) -> TensorInfo:
-        """What a header says of a tensor that belongs to another.
+        """Checks a tensor's header entry, and returns it.
 
         Args:
             shape: None is any.
@@ -197,7 +197,7 @@ def affine(
 
 
 def _affine_format(inner: int, bits: int, group: int, scales: str, zero: int | None) -> str | None:
-    """What holds whole numbers with a scale, and perhaps a zero point, per group."""
+    """Format for whole numbers with a scale, and perhaps a zero point, per group."""
     in_groups = group > 0 and group % GROUP == 0 and scales in FLOAT16S
     if group == inner and zero is not None and (bits == 8 or not in_groups):
         return "w8a16"
@@ -368,7 +368,7 @@ def _joined(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.
 
 
 def modules(tensors: Tensors, end: str) -> dict[str, str]:
-    """By the names of the tensors that stand for them, the modules that have such a tensor."""
+    """Modules that have a tensor of this suffix, by the names of their weights."""
     dot = f".{end}"
     names = (name.removesuffix(dot) for name in tensors.names if name.endswith(dot))
     return {f"{module}.weight": module for module in names}

@@ -47,7 +47,7 @@ STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
 
 @dataclass(frozen=True)
 class Arguments:
-    """How a group's weights are quantized.
+    """Quantization arguments of a group of weights.
 
     Attributes:
         group: inputs that share a scale, of the strategies of groups.
@@ -221,7 +221,7 @@ def read_compressed(reader: ConfigReader) -> CompressedTensors:
 
 
 def _arguments(group: ConfigReader) -> Arguments | None:
-    """Of a group's weights; None where these are plain."""
+    """Reads a group's arguments; None if its weights are plain."""
     group.waive("input_activations", "output_activations")
     group.choice("format", FORMATS, "mixed-precision")
     if group.get("weights", None) is None:

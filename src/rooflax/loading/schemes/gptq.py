@@ -42,7 +42,7 @@ AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 
 @dataclass(frozen=True)
 class Settings:
-    """What config.json says of all modules, or of one.
+    """Settings in config.json, of all modules or of one.
 
     Attributes:
         group: inputs that share a scale.
@@ -56,7 +56,7 @@ class Settings:
     ordered: bool
 
     def changed(self, values: Mapping[str, Any]) -> Settings:
-        """With the values of a module's own."""
+        """Copies the settings with a module's own values."""
         reader = ConfigReader(values, path="quantization_config.dynamic.")
         settings = Settings(
             _bits(reader, "bits", self.bits),

@@ -41,7 +41,7 @@ def flash(
     paging: Paging,
     args: AttentionArgs,
 ) -> tuple[Array, Array, Array]:
-    """What `split` gives."""
+    """Flash attention with tensor cores; gives what `split` gives."""
     from rooflax.ops.mosaic import launch
 
     rows, kv_heads, num_queries, _ = q.shape
@@ -195,7 +195,7 @@ def accumulated(
 
 
 def product(left: Any, right: Any, columns: int) -> Any:
-    """Of a tile and a matrix in shared memory, in registers."""
+    """Product of a tile and a matrix in shared memory, in registers."""
     from rooflax.ops.mosaic import accumulator, pl, plgpu
 
     def multiplied(acc: Any) -> Any:

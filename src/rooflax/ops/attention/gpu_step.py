@@ -35,7 +35,7 @@ Halves = tuple[Any, Any]
 def attention_step(
     new: Projected, k_pool: Pool, v_pool: Pool, sequences: Sequences, args: AttentionArgs
 ) -> tuple[Float[Array, "T N H"], PoolLeaf, PoolLeaf]:
-    """What `Projected` and `paged_attention` say, of rows of one token each."""
+    """Attention step as `Projected` and `paged_attention` describe it, for rows of one token each."""
     from rooflax.ops.mosaic import launch
 
     qkv = new.qkv[0]
@@ -231,7 +231,7 @@ class _Share:
         return start, jnp.minimum(start + each, end)
 
     def sees(self, at: Any, position: Any) -> Any:
-        """Which keys of the past."""
+        """Mask of the past keys that are seen."""
         past = at < position
         window = self.args.window
         return past if window is None else past & (at > position - window)

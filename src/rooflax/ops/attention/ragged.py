@@ -104,7 +104,7 @@ class _Tiles:
 
 
 def _tile_sizes(s: Sequences, num_tokens: int) -> tuple[int, int]:
-    """How many tiles there are at most, and queries of each."""
+    """Largest number of tiles, and queries per tile."""
     num_sequences, tile = s.query_lens.shape[0], min(s.longest, TILE)
     if s.longest <= tile:
         return num_sequences, tile

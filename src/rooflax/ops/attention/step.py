@@ -1,4 +1,4 @@
-"""What a layer does between its projections, in one operation: norms and RoPE of new queries and
+"""Attention between a layer's projections, as one operation: norms and RoPE of new queries and
 keys, the write of new keys and values, and attention.
 """
 

@@ -155,7 +155,8 @@ def _kernel(
     keys = blocks * block_size
 
     def for_each_copy(index: Any, slot: Any, act: Callable[[Any], None]) -> None:
-        """Of those that bring the index-th tile of keys to visit into a slot of the buffers."""
+        """Applies a function to the copies that bring the index-th visited tile of keys into a
+        buffer."""
         visit = visits[which * num_visits + index]
 
         def of_block(block: Any, _: None) -> None:
@@ -258,7 +259,7 @@ def unsupported(
 
 
 def _padded(x: jax.Array, multiple: int, value: int) -> jax.Array:
-    """With its second axis a multiple."""
+    """Pads the second axis to a multiple."""
     missing = -x.shape[1] % multiple
     widths = [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)]
     return jnp.pad(x, widths, constant_values=value) if missing else x

@@ -1,4 +1,4 @@
-"""What a backend of linear is given."""
+"""Arguments of a backend of linear."""
 
 from __future__ import annotations
 

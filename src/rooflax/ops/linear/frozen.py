@@ -52,7 +52,7 @@ def _backward(kept: tuple[StoredOperand, Array], dy: Array) -> tuple[Array, None
 
 
 def _numbers(w: StoredOperand, x: Array) -> Float[Array, "in out"]:
-    """What w stands for, made once x is there.
+    """Numbers of w, made once x is there.
 
     XLA would make the numbers of all weights when a step begins, and keep those of the forward pass
     for the backward pass; on CPU it drops barriers. So x has a part in them, which is zero.

@@ -45,7 +45,7 @@ ENOUGH_PANELS = 264
 
 
 def unsupported(w: StoredOperand) -> str | None:
-    """Why the kernel cannot read a weight, or a stack of them."""
+    """Reason why the kernel cannot read a weight, or a stack of them."""
     if w.code != "matrix":
         return "linear's GPU kernel reads no table, whose inputs lie beside each other: XLA has it"
     if w.dtype.itemsize not in (2, 4):
@@ -175,7 +175,7 @@ class _Kernel:
                 finish(refs, out, (tile, row, columns), total.astype(self.rows.result), vector)
 
     def scale(self, refs: dict[str, Any], row: Any, warpgroup: Any) -> Any:
-        """What the norm of a row multiplies by."""
+        """Scale of a row's norm."""
         from rooflax.ops.mosaic import pl, store
 
         source = Source(refs["groups"], None, self.prologue, refs["x"].dtype, self.inner)

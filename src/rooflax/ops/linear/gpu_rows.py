@@ -271,8 +271,8 @@ class _Kernel:
         copy = jnp.int32(0) if self.rows.shares is None else warpgroup
 
         def places(index: Any, lacking: Any) -> Any:
-            """Where the values are of a tile of words that begins `lacking` rows earlier than it
-            should, because the last panel has nothing behind it."""
+            """Places of the values in a tile of words that begins `lacking` rows earlier, because
+            nothing follows the last panel."""
             if self.packing:
                 return pl.ds(index * TILE - lacking, TILE)
             first = begin_of(self.word_rows)
@@ -322,7 +322,7 @@ class _Kernel:
             return load(scales_ref.at[member * self.panels + panel], vector)
 
         def added(index: int) -> Any:
-            """What the matmul gives, with its bias."""
+            """Adds the bias to the matmul's result."""
             total = sums[index]
             if self.warpgroups > 1:
                 every = [
@@ -368,7 +368,7 @@ def meet(barrier: Any) -> None:
 
 
 def bias_of(refs: dict[str, Any], member: Any, columns: Any, layout: Any) -> Any:
-    """Of some outputs of a member, in float32."""
+    """Bias of some outputs of a member, in float32."""
     from rooflax.ops.mosaic import load
 
     bias = refs["bias"]

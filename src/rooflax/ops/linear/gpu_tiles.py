@@ -59,7 +59,7 @@ inputs of each half of the group or, with a byte each, of one."""
 
 @dataclass(frozen=True)
 class Code:
-    """How words become operands.
+    """Code of a weight format: how words become operands.
 
     Attributes:
         words: of an output and a group that a thread has.
@@ -131,7 +131,7 @@ CODES = {
 
 
 def unsupported(w: Quantized) -> str | None:
-    """Why the kernel cannot read a weight, or a stack of them."""
+    """Reason why the kernel cannot read a weight, or a stack of them."""
     if w.inner % GROUP or w.inner < 2 * GROUP:  # of one, TMA would not align MXFP4's scales
         return f"linear's tensor cores take inputs by {GROUP} from {2 * GROUP}, not {w.inner}"
     if w.outer <= (PANELS - 1) * PANEL:
@@ -349,7 +349,7 @@ class _Kernel:
                 pl.when(begin + ahead < end)(lambda ahead=ahead: ask_for(begin + ahead))
 
         def turn(step: Any, multiply: Callable[[Any], Any]) -> Any:
-            """What is done with a stage, between waiting for it and asking for another."""
+            """Processes a stage, between waiting for it and requesting another."""
             slot = jax.lax.rem(step - begin, STAGES)
             plgpu.barrier_wait(refs["here"].at[slot])
             product = multiply(slot)

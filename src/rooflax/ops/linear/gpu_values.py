@@ -34,7 +34,7 @@ def fuses(prologue: Prologue | None) -> bool:
 
 @dataclass(frozen=True)
 class Packing:
-    """How a group of inputs becomes words.
+    """Packing of a group of inputs into words.
 
     Attributes:
         slots: inputs of a group.
@@ -117,8 +117,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class Share:
-    """Which tiles of a row's groups a warpgroup has; the last tile begins earlier where it is not
-    full.
+    """Tiles of a row's groups that a warpgroup has; the last tile begins earlier if it is not full.
 
     Attributes:
         groups: of the row.
@@ -135,7 +134,7 @@ class Share:
         return (-(-self.groups // GROUPS) - 1 - self.number) // self.helpers + 1
 
     def start(self, index: Any) -> tuple[Any, Any]:
-        """Where a tile begins, and where it should."""
+        """Start of a tile, and where it should be."""
         at = (index * self.helpers + self.number) * GROUPS
         return jnp.minimum(at, self.groups - GROUPS), at
 
@@ -164,7 +163,7 @@ class Source:
         return load(self.x.at[place], words_layout()).astype(jnp.float32)
 
     def squares(self, row: Any, start: Any) -> jax.Array:
-        """Of a tile of groups, both halves added."""
+        """Squares of a tile of groups, both halves added."""
         values = [self.tile(row, start, half) for half in range(self.x.shape[3] // HALF)]
         total = values[0] * values[0]
         for value in values[1:]:
@@ -172,7 +171,7 @@ class Source:
         return total
 
     def squares_of(self, row: Any, share: Share) -> jax.Array:
-        """Of a share of a row, by the groups' places in their tiles."""
+        """Sums of squares of a share of a row, by the groups' places in their tiles."""
         from rooflax.ops.mosaic import filled, plgpu, spread, words_layout
 
         layout = words_layout()
@@ -190,7 +189,7 @@ class Source:
         return jax.lax.fori_loop(0, share.count, added, zeros).sum(axis=1)
 
     def scale_of(self, squares: Any, helpers: int) -> jax.Array:
-        """What a norm multiplies by, from the memory of all shares' sums."""
+        """Scale of a norm, from the memory of all shares' sums."""
         from rooflax.ops.mosaic import load, pl, words_layout
 
         parts = [
@@ -200,7 +199,7 @@ class Source:
         return self.scale(sum(parts[1:], parts[0]).sum(axis=0))
 
     def scale(self, squares: jax.Array) -> jax.Array:
-        """What a norm multiplies by."""
+        """Scale of a norm."""
         assert isinstance(self.prologue, Norm)
         return jax.lax.rsqrt(squares * np.float32(1 / self.inner) + np.float32(self.prologue.eps))
 
@@ -222,7 +221,7 @@ class Source:
 
 
 def gated(prologue: Activation | ClampedSwiglu, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """What a gate that `fuses` makes of both."""
+    """Output of a gate that `fuses` both inputs."""
     if isinstance(prologue, Activation):
         return gate * jax.lax.logistic(gate) * up
     alpha, limit = (np.float32(a) for a in (prologue.alpha, prologue.limit))
@@ -245,7 +244,7 @@ def operands(
 def packed_values(
     x: Float[Array, "rows width"], packing: Packing, prologue: Prologue | None
 ) -> Int[Array, "rows count padded"]:
-    """What `packing` makes of rows, by a kernel, as `padded` has it.
+    """Packs rows by a kernel, as `padded` lays them out.
 
     Args:
         prologue: one that `fuses`, or None.
@@ -314,7 +313,7 @@ def padded(values: Int[Array, "rows count groups"]) -> Int[Array, "rows count pa
 
 
 def begin_of(groups: int) -> int:
-    """Where the first group lies in what `padded` gives."""
+    """Position of the first group in the output of `padded`."""
     return 3 * GROUPS if groups % GROUPS else 0
 
 
@@ -330,7 +329,7 @@ def step_of(largest: jax.Array, bits: int) -> tuple[jax.Array, jax.Array]:
 
 
 def rounded(x: jax.Array, bits: int) -> jax.Array:
-    """To whole numbers of so many bits; NaN, which is what an infinity times 0 is, to 0."""
+    """Rounds to whole numbers of so many bits; NaN, which is what an infinity times 0 is, to 0."""
     from rooflax.ops.mosaic_bytes import nearest
 
     if bits == 16:

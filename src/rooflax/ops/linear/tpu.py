@@ -113,7 +113,7 @@ def _rounded(x: jax.Array, w: Quantized) -> tuple[jax.Array, jax.Array | None]:
 
 
 def _halves(x: Num[Array, "rows in"]) -> Num[Array, "2 rows half"]:
-    """What meets the low and what meets the high halves of a nibble weight's bytes."""
+    """Inputs for the low and for the high halves of a nibble weight's bytes."""
     groups = x.reshape(x.shape[0], -1, 2, GROUP // 2)
     return jnp.moveaxis(groups, 2, 0).reshape(2, x.shape[0], -1)
 
@@ -213,7 +213,7 @@ PRODUCT = (((1,), (0,)), ((), ()))
 
 
 def _operands(x: Any, dtype: Any, code: str) -> list[Any]:
-    """What is multiplied one after the other with weights of a type.
+    """Operands to multiply, one after the other, with weights of a type.
 
     Args:
         dtype: of what stands for the weights, which bfloat16 holds unless they are unquantised.
@@ -271,7 +271,7 @@ def _codes(code: str, values: Any, begin: int, end: int) -> Any:
 
 
 def _weights(code: str, values: Any, scales: Any) -> list[Any]:
-    """What codes stand for, up to the scale of an output; of nibbles both halves."""
+    """Values of codes, up to the scale of an output; of nibbles both halves."""
     if code in ("matrix", "int8"):
         return [values]
     q = values.astype(jnp.int32)

@@ -79,7 +79,7 @@ def _with_tails(
 
 
 def _native(flat: Array, kernel: Array, pool: Array, runs: Runs) -> tuple[Array, Array]:
-    """In place."""
+    """Runs the native kernel, in place."""
     out = [jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in (flat, pool)]
     call = jax.ffi.ffi_call("rooflax_causal_conv", out, input_output_aliases={2: 1})
     y, pool = call(flat, kernel, pool, *runs.numbers())

@@ -45,12 +45,12 @@ class Runs:
     grid: int = field(metadata={"static": True})
 
     def numbers(self) -> tuple[Array, ...]:
-        """What the native kernels read."""
+        """Arrays that the native kernels read."""
         columns = (self.starts, self.lens, self.rows, self.is_new, self.targets, self.reached)
         return tuple(x.astype(jnp.int32) for x in columns)
 
     def states(self, pool: Float[Array, "rows ..."]) -> Float[Array, "R ..."]:
-        """Of each sequence, before its tokens."""
+        """States of each sequence before its tokens."""
         rows = pool.at[self.rows].get(mode="clip")
         is_new = self.is_new.reshape(-1, *[1] * (pool.ndim - 1))
         return jnp.where(is_new, jnp.zeros_like(rows), rows)

@@ -86,7 +86,7 @@ class Block(Quantized):
 
     @classmethod
     def scale_shape(cls, groups: int) -> tuple[int, ...]:
-        """Of a panel's scales as they are stored."""
+        """Stored shape of a panel's scales."""
         return groups, PANEL
 
     @classmethod

@@ -75,7 +75,7 @@ def inverse(scale: Any, xp: Any) -> Any:
 
 
 def _sum(numbers: Any, xp: Any) -> Any:
-    """Of the last axis, on the host one after the other."""
+    """Sum over the last axis, in order on the host."""
     if xp is not np:
         return xp.sum(numbers, axis=-1, keepdims=True)
     return sum(numbers[..., i, None] for i in range(numbers.shape[-1]))

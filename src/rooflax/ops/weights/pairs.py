@@ -41,7 +41,7 @@ class Pairs(StoredOperand):
 
     @staticmethod
     def packed_shape(inner: int, outer: int) -> tuple[int, ...]:
-        """Of the array of a matrix."""
+        """Shape of a packed matrix."""
         return -(-outer // PANEL), -(-inner // BLOCK), BLOCK // 2, PANEL, 2
 
     @property

@@ -99,7 +99,7 @@ class Quantized(StoredOperand):
 
     @classmethod
     def decoded(cls, codes: Any) -> Any:
-        """What codes stand for before they are scaled, in float32."""
+        """Values of codes before scaling, in float32."""
         return codes.astype(jnp.float32)
 
     @staticmethod
@@ -119,7 +119,7 @@ class Quantized(StoredOperand):
 
     @classmethod
     def are_finite(cls, scales: np.ndarray) -> np.ndarray:
-        """Which scales make numbers of codes."""
+        """Mask of the finite scales."""
         return np.isfinite(scales)
 
     @classmethod
@@ -313,7 +313,7 @@ CODES: dict[str, type[Quantized]] = {}
 
 
 def class_of(format: str) -> type[Quantized]:
-    """Of a name in ops.formats."""
+    """Class of a format in ops.formats."""
     return CODES[KNOWN[format].code]
 
 

@@ -1,4 +1,4 @@
-"""How families of models write tool calls and reasoning, as data: a file each beside this one."""
+"""Formats of tool calls and reasoning, as data: one file per format."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Tags(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a call is written.
+    """Format of a tool call.
 
     Attributes:
         style: "json" is an object (or a list of them) with name and arguments; in the others the
@@ -86,7 +86,7 @@ class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def notation(self) -> Notation | None:
-        """Of the arguments, if it is one of their own."""
+        """Notation of the arguments, if they are not JSON."""
         if self.style == "python":
             return PYTHON
         return gemma(self.quote) if self.style == "gemma" else None

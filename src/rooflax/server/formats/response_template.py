@@ -20,7 +20,7 @@ _JSON_ARGS = {"unquoted_keys", "string_delims", "allow_non_json"}
 
 
 class Unreadable(Exception):
-    """Why a response_template is not followed, in a sentence's end."""
+    """Reason why a response_template is not followed, as the end of a sentence."""
 
 
 def read_response_template(spec: Any) -> Format:
@@ -116,7 +116,7 @@ def _check_transform(transform: Any) -> None:
 
 
 def _like_known(calls: Calls) -> Calls:
-    """With the grammar of a known format that is written alike, or one made of its marks."""
+    """Adds the grammar of a known format with the same marks, or one made of its own."""
     import msgspec
 
     for known in (each.calls for each in formats()):

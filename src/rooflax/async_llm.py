@@ -160,7 +160,7 @@ class AsyncLLM:
             metrics["loras"] = {"slots": len(names), **used}
         return metrics
 
-    def compares_with(self, ideal_decode_s: Callable[[int, float], float]) -> None:
+    def set_roofline(self, ideal_decode_s: Callable[[int, float], float]) -> None:
         """Sets the roofline: from now on the metrics report decoding as a percentage of it.
 
         Args:

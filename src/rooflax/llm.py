@@ -40,7 +40,7 @@ from rooflax.loading.messages import encode, repaired
 from rooflax.loading.model_info import ModelInfo
 from rooflax.loading.plan import Plan, make_plan
 from rooflax.loading.settings import EngineSettings
-from rooflax.models.offloading import StreamPlan
+from rooflax.models.offloading import OffloadPlan
 from rooflax.nn.pooler import Pooler
 from rooflax.processes import check_not_forked
 
@@ -135,7 +135,7 @@ class LLM:
         return self.plan.prefix_caching
 
     @property
-    def stream_plan(self) -> StreamPlan | None:
+    def offload_plan(self) -> OffloadPlan | None:
         """Plan of layer offloading; None if all layers are in memory."""
         return self.plan.offloading if self.plan.is_offloaded else None
 

@@ -29,7 +29,7 @@ _MODULE = re.compile(r"HloModule ([\w.\-]+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
-class Event(NamedTuple):
+class TraceEvent(NamedTuple):
     """One instruction that ran: its program, its name, when."""
 
     module: str
@@ -89,7 +89,7 @@ def _programs(bench: Bench) -> Iterator[tuple[str, str]]:
         yield module[1], text
 
 
-def split(events: list[Event], at_ns: float) -> tuple[list[Event], list[Event]]:
+def split(events: list[TraceEvent], at_ns: float) -> tuple[list[TraceEvent], list[TraceEvent]]:
     """Events that begin before a time, and the others."""
     return (
         [event for event in events if event.start_ns < at_ns],
@@ -125,7 +125,9 @@ def instruction_parts(program: str) -> dict[str, str | None]:
     return part_of
 
 
-def shares(events: list[Event], parts: dict[str, str | None], seconds: float) -> dict[str, float]:
+def shares(
+    events: list[TraceEvent], parts: dict[str, str | None], seconds: float
+) -> dict[str, float]:
     """Share of `seconds` per part; they sum to 1.
 
     Instructions of several threads overlap: together they get the time in which any of them ran,
@@ -162,7 +164,7 @@ def _newest_trace(folder: Path) -> Path:
     return traces[-1]
 
 
-def _events(trace: Path) -> Iterator[Event]:
+def _events(trace: Path) -> Iterator[TraceEvent]:
     """Every event of a trace that names an instruction."""
     for plane in jax.profiler.ProfileData.from_file(str(trace)).planes:
         for line in plane.lines:
@@ -171,4 +173,4 @@ def _events(trace: Path) -> Iterator[Event]:
                 if "hlo_op" in stats:
                     module = str(stats.get("hlo_module", ""))
                     end = event.start_ns + event.duration_ns
-                    yield Event(module, str(stats["hlo_op"]), event.start_ns, end)
+                    yield TraceEvent(module, str(stats["hlo_op"]), event.start_ns, end)

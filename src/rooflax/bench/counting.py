@@ -40,7 +40,7 @@ class StepCost:
 
 
 def expected_experts(num_experts: int, chosen: int, tokens: int) -> float:
-    """Expected number of distinct experts that `tokens` tokens select, if all are equally likely."""
+    """Expected number of experts that `tokens` tokens select, if all are equally likely."""
     return num_experts * (1 - (1 - chosen / num_experts) ** tokens)
 
 

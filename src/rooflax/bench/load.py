@@ -30,7 +30,7 @@ _WORDS = ("time", "house", "water", "people", "small", "light", "garden", "winte
 
 
 @dataclass(frozen=True)
-class Load:
+class ServerLoad:
     """Load on a server: its requests and their arrival.
 
     Attributes:
@@ -239,7 +239,7 @@ def _read(due_s: float, reply: Reply) -> Answered:
     return Answered(due_s, reply.started_s, tuple(times), *tokens, error)
 
 
-async def run_load(target: Target, load: Load) -> dict[str, Any]:
+async def run_load(target: Target, load: ServerLoad) -> dict[str, Any]:
     """Figures of one load.
 
     Raises:
@@ -312,7 +312,12 @@ async def _open_loop(client: Client, requests: Sequence[bytes], due: list[float]
 
 
 def summary(
-    model: str, load: Load, answers: Sequence[Answered], seconds: float, *, has_ids: bool = True
+    model: str,
+    load: ServerLoad,
+    answers: Sequence[Answered],
+    seconds: float,
+    *,
+    has_ids: bool = True,
 ) -> dict[str, Any]:
     """The document of `bench serve --json` and of `bench --request-rate`.
 

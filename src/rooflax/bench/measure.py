@@ -295,7 +295,7 @@ def share_of_roofline(
 
 
 def least_seconds(cost: StepCost, before: Ceiling, after: Ceiling) -> dict[str, float]:
-    """Lower bounds in seconds: of reading at the memory's ceiling, and of multiplying at its own."""
+    """Least seconds of reading at the memory's ceiling and of multiplying at its own."""
     read = (before.read_gb_per_s + after.read_gb_per_s) / 2 * 1e9
     multiply = (before.flops_per_s + after.flops_per_s) / 2
     return {"memory": cost.total_bytes / read, "multiply": cost.operations / multiply}

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from rooflax.bench.load import Answered, Load, summary
+from rooflax.bench.load import Answered, ServerLoad, summary
 from rooflax.bench.workload import PROMPT_SEED, Workload
 from rooflax.engine.engine import Engine
 from rooflax.engine.sequence import Sequence
@@ -66,7 +66,7 @@ class Served:
         return time.perf_counter() - started
 
 
-def under_rate(work: Workload, load: Load) -> dict[str, Any]:
+def under_rate(work: Workload, load: ServerLoad) -> dict[str, Any]:
     """Percentiles of TTFT, ITL and end-to-end under load, and how many requests were good."""
     served = Served(work, work.prompt_tokens + work.output_tokens)
     prompts = cast(list[list[int]], load.prompts(served.vocab))

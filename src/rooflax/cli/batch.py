@@ -38,7 +38,7 @@ MOST_REASONS, MOST_SAID = 5, 200
 
 
 @dataclass(frozen=True)
-class Request:
+class BatchRequest:
     """A line of the input."""
 
     name: str
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         return _answer(args, requests)
 
 
-def _answer(args: argparse.Namespace, requests: list[Request]) -> int:
+def _answer(args: argparse.Namespace, requests: list[BatchRequest]) -> int:
     _check_output(args.input, args.output)
     done = set() if args.force else answered(args.output)
     todo = [request for request in requests if request.name not in done]
@@ -122,13 +122,13 @@ def _check_output(source: str, path: str) -> None:
         raise RequestError(f"{path} is not a regular file; choose another.", param="output")
 
 
-def read_requests(path: str) -> list[Request]:
+def read_requests(path: str) -> list[BatchRequest]:
     """The input's requests.
 
     Raises:
         RequestError: naming the line.
     """
-    requests: list[Request] = []
+    requests: list[BatchRequest] = []
     names = set[str]()
     for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
@@ -148,7 +148,7 @@ def read_requests(path: str) -> list[Request]:
     return requests
 
 
-def _request(raw: Any) -> Request:
+def _request(raw: Any) -> BatchRequest:
     wanted = {"custom_id": str, "method": str, "url": str, "body": dict}
     if not isinstance(raw, dict) or set(raw) != set(wanted):
         raise RequestError(f"it must be an object with {', '.join(wanted)}.")
@@ -159,7 +159,7 @@ def _request(raw: Any) -> Request:
         raise RequestError(f"it must be a POST to one of {', '.join(ROUTES)}.")
     if raw["body"].get("stream"):
         raise RequestError("a batch has no streams; drop stream.")
-    return Request(raw["custom_id"], raw["url"], raw["body"])
+    return BatchRequest(raw["custom_id"], raw["url"], raw["body"])
 
 
 def _lines(path: str) -> list[str]:
@@ -208,7 +208,7 @@ def _has_failed(answer: dict[str, Any]) -> bool:
 
 
 async def _ask_all(
-    client: Client, todo: Sequence[Request], concurrency: int, file: IO[bytes], show: Any
+    client: Client, todo: Sequence[BatchRequest], concurrency: int, file: IO[bytes], show: Any
 ) -> Counter[str]:
     """Asks all of them; why how many failed."""
     coming, failed, num_done = iter(todo), Counter[str](), 0
@@ -240,7 +240,7 @@ def _reason(answer: dict[str, Any]) -> str:
     return (said or f"status {answer['response']['status_code']}")[:MOST_SAID]
 
 
-async def _ask(client: Client, request: Request) -> dict[str, Any]:
+async def _ask(client: Client, request: BatchRequest) -> dict[str, Any]:
     """A line of the output."""
     head = {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": request.name}
 
@@ -268,7 +268,7 @@ async def _ask(client: Client, request: Request) -> dict[str, Any]:
     return {**head, "response": response, "error": None}
 
 
-async def _patient(client: Client, request: Request) -> Reply:
+async def _patient(client: Client, request: BatchRequest) -> Reply:
     """The reply; where the server is busy, it is asked again when it says so."""
     wait_s = 1.0
     for _ in range(MOST_TRIES - 1):

@@ -27,7 +27,7 @@ OF_RATE = {
     "target_ttft": "target_ttft_s",
     "target_tpot": "target_tpot_s",
 }
-"""Flags that mean something only with --request-rate, and what `Load` calls them."""
+"""Flags that mean something only with --request-rate, and what `ServerLoad` calls them."""
 MODEL = ("model", "revision", "offline", "ignore_config_keys", "lora")
 SETTINGS = (*LISTS, "no_cache", "no_jit")
 DEVICE = ("platform", "threads")
@@ -260,13 +260,15 @@ def _quick(args: argparse.Namespace) -> int:
 
 
 def _request_rate(args: argparse.Namespace) -> int:
-    from rooflax.bench.load import Load, load_table
+    from rooflax.bench.load import ServerLoad, load_table
     from rooflax.bench.serving import under_rate
 
     work = _one(args, "--request-rate")
     lengths = {name: getattr(work, name) for name in LENGTHS}
     options = {"per_s": args.request_rate, **{n: getattr(args, k) for k, n in OF_RATE.items()}}
-    load = Load(**lengths, **{name: value for name, value in options.items() if value is not None})
+    load = ServerLoad(
+        **lengths, **{name: value for name, value in options.items() if value is not None}
+    )
     with terminal.status(f"{load.num_requests} requests", args.quiet):
         result = under_rate(work, load)
     if args.json:

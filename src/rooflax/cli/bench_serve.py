@@ -14,7 +14,7 @@ from rooflax.cli.parser import Parser, at_least_one, number, whole
 from rooflax.errors import RequestError
 
 if TYPE_CHECKING:
-    from rooflax.bench.load import Load
+    from rooflax.bench.load import ServerLoad
     from rooflax.http_client import Server
 
 SUMMARY = "measure an OpenAI server under load"
@@ -53,9 +53,9 @@ def run(args: argparse.Namespace) -> int:
             raise RequestError(f"{names[0]} and {names[1]} exclude each other; drop one of them")
     if args.url is None and args.model_name is not None:
         raise RequestError("--model-name is for --url; give that too")
-    from rooflax.bench.load import Load, load_table
+    from rooflax.bench.load import ServerLoad, load_table
 
-    load = Load(
+    load = ServerLoad(
         num_requests=args.requests,
         prompt_tokens=args.prompt_tokens,
         output_tokens=args.output_tokens,
@@ -88,7 +88,7 @@ def server_at(url: str, key: str | None) -> Server:
     return Server.of(url, key or os.environ.get("ROOFLAX_API_KEY", "").split(",")[0] or None)
 
 
-async def _measure(server: Server, load: Load, model: str | None) -> dict[str, Any]:
+async def _measure(server: Server, load: ServerLoad, model: str | None) -> dict[str, Any]:
     from rooflax.bench.load import Target, run_load
 
     async with Target(server, model) as target:

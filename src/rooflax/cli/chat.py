@@ -15,7 +15,7 @@ from rooflax.cli.generate import first_delta_awaited
 from rooflax.cli.parser import Parser
 from rooflax.cli.session import open_llm
 from rooflax.cli.statistics import Speed
-from rooflax.cli.wrapping import Wrapper
+from rooflax.cli.wrapping import LineWrapper
 from rooflax.conversation import Conversation
 from rooflax.errors import CheckpointError, EngineError, RequestError, RooflaxError
 from rooflax.loading.harmony import FINAL, HarmonyFilter, speaks_harmony
@@ -164,7 +164,7 @@ def _shower(llm: LLM, args: argparse.Namespace) -> Callable[[Any], str]:
     if speaks_harmony(llm.tokenizer) and llm.tokenizer.chat_template is not None:
         return _HarmonyWriter(HarmonyFilter(llm.tokenizer), args.show_thinking)
 
-    wrap = Wrapper()
+    wrap = LineWrapper()
 
     def show(delta: Any) -> str:
         if delta.text:
@@ -179,7 +179,7 @@ class _HarmonyWriter:
 
     def __init__(self, channels: HarmonyFilter, show_thinking: bool):
         self._channels, self._show_thinking = channels, show_thinking
-        self._wrap = Wrapper()
+        self._wrap = LineWrapper()
         self._thinking = False
 
     def __call__(self, delta: Any) -> str:

@@ -14,7 +14,7 @@ from rooflax.cli import terminal
 from rooflax.cli.bench_serve import server_at
 from rooflax.cli.chat_input import is_command
 from rooflax.cli.statistics import Speed
-from rooflax.cli.wrapping import Wrapper
+from rooflax.cli.wrapping import LineWrapper
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import EngineError, RequestError
 from rooflax.fields.declaration import CHAT
@@ -111,7 +111,7 @@ def _turn(server: Server, body: dict[str, Any], shows_thinking: bool, speed: Spe
 
     kind = http.client.HTTPSConnection if server.is_tls else http.client.HTTPConnection
     connection = kind(server.host, server.port, timeout=SILENCE_S)
-    answer, is_thinking, wrap = "", False, Wrapper()
+    answer, is_thinking, wrap = "", False, LineWrapper()
     try:
         path = f"{server.base}/v1/chat/completions"
         connection.request("POST", path, json.dumps(body).encode(), server.headers())

@@ -190,9 +190,9 @@ def document(llm: LLM, completions: list[Completion]) -> dict[str, Any]:
         "memory": statistics.memory(llm),
         "devices": statistics.num_devices(llm),
     }
-    streamed = statistics.streaming(llm, completions)
-    if streamed is not None:
-        result["streaming"] = streamed
+    offloaded = statistics.offloading(llm, completions)
+    if offloaded is not None:
+        result["offloading"] = offloaded
     if any(completion.num_draft_tokens for completion in completions):
         result["num_draft_tokens"] = sum(c.num_draft_tokens for c in completions)
         result["num_accepted_tokens"] = sum(c.num_accepted_tokens for c in completions)

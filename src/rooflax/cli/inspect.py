@@ -25,7 +25,7 @@ from rooflax.nn.shards import Shards, parse_mesh
 if TYPE_CHECKING:
     from rooflax.loading.model_info import ModelInfo
     from rooflax.models.memory import MemoryEstimate
-    from rooflax.models.offloading import StreamPlan
+    from rooflax.models.offloading import OffloadPlan
     from rooflax.nn.decoder import Decoder
 
 SUMMARY = "architecture, weights, and the memory it will take"
@@ -236,7 +236,7 @@ def memory(info: ModelInfo, args: argparse.Namespace, shards: Shards | None) -> 
         "tokens": plan.max_model_len,
         **vars(plan.precision),
         "format": plan.storage.format,
-        "streaming": None if plan.offloading is None else _streaming(plan.offloading),
+        "offloading": None if plan.offloading is None else _offloading(plan.offloading),
         "weights_bytes": need.weights,
         "dequantized_bytes": plan.dequantized_bytes,
         "kv_cache_bytes": need.kv_cache,
@@ -251,13 +251,13 @@ def memory(info: ModelInfo, args: argparse.Namespace, shards: Shards | None) -> 
     }
 
 
-def _streaming(plan: StreamPlan) -> dict[str, Any]:
+def _offloading(plan: OffloadPlan) -> dict[str, Any]:
     """Layer offloading that a weights budget leads to."""
     return {
         "budget_bytes": plan.budget_bytes,
         "layers": len(plan.layer_bytes),
         "layers_resident": plan.num_resident,
-        "layers_streamed": len(plan.streamed),
+        "layers_offloaded": len(plan.offloaded),
         "bytes_per_step": plan.bytes_per_step,
     }
 
@@ -313,7 +313,7 @@ def lines(report: dict[str, Any]) -> list[str]:
         *_section("architecture", _architecture_rows(report["architecture"])),
         *_section("weights", _weight_rows(report["weights"]), right=(1, 2)),
         *_section(_memory_title(report["memory"]), _memory_rows(report["memory"]), right=(1,)),
-        *_streaming_section(report["memory"]["streaming"]),
+        *_offloading_section(report["memory"]["offloading"]),
         *_mesh_section(report["memory"]["mesh"]),
         *_padding_section(report["memory"]),
         *_speed_section(report["speed"]),
@@ -402,14 +402,14 @@ def _state_rows(known: dict[str, Any] | None) -> list[tuple[str, ...]]:
             ("  zeros", gib(each), "that a sequence begins with")]  # fmt: skip
 
 
-def _streaming_section(known: dict[str, Any] | None) -> list[str]:
+def _offloading_section(known: dict[str, Any] | None) -> list[str]:
     from rooflax.models.memory import gib
 
     if known is None:
         return []
     rows = [
         ("layers that stay", f"{known['layers_resident']} of {known['layers']}"),
-        ("layers that are streamed", str(known["layers_streamed"])),
+        ("layers that are offloaded", str(known["layers_offloaded"])),
         ("read at every step", gib(known["bytes_per_step"])),
     ]
     title = f"weights within a budget of {gib(known['budget_bytes'])}"

@@ -35,7 +35,7 @@ AT_ONCE = 8
 
 
 @dataclass(frozen=True)
-class Request:
+class LineRequest:
     """A line of the input."""
 
     name: Any
@@ -97,7 +97,7 @@ def json_lines(path: str, text: str, begins: str = "{[") -> Iterator[tuple[int, 
             raise RequestError(f"Line {number} of {path} is not JSON.") from None
 
 
-def read_requests(llm: LLM, path: str, params: SamplingParams) -> list[Request]:
+def read_requests(llm: LLM, path: str, params: SamplingParams) -> list[LineRequest]:
     """The input's requests, all of them checked.
 
     Raises:
@@ -112,7 +112,7 @@ def read_requests(llm: LLM, path: str, params: SamplingParams) -> list[Request]:
     return requests
 
 
-def _request(llm: LLM, number: int, raw: Any, params: SamplingParams) -> Request:
+def _request(llm: LLM, number: int, raw: Any, params: SamplingParams) -> LineRequest:
     if not isinstance(raw, dict) or ("prompt" in raw) == ("messages" in raw):
         raise RequestError("it must be an object with either prompt or messages.")
     rest = {key: value for key, value in raw.items() if key not in ("prompt", "messages", "id")}
@@ -130,7 +130,7 @@ def _request(llm: LLM, number: int, raw: Any, params: SamplingParams) -> Request
         most = min(DEFAULT_MAX_TOKENS, llm.max_model_len - len(ids))
         asked = replace(asked, max_tokens=max(1, most))
     llm.processor.samples(0, ids, asked)
-    return Request(raw.get("id", number), ids, asked)
+    return LineRequest(raw.get("id", number), ids, asked)
 
 
 def open_output(path: str, force: bool) -> AbstractContextManager[tuple[IO[bytes], list[Any]]]:
@@ -191,7 +191,7 @@ def _name_of(path: str, line: bytes, keys: Set[str], what: str) -> Any:
     )
 
 
-def unanswered(requests: list[Request], done: list[Any]) -> list[Request]:
+def unanswered(requests: list[LineRequest], done: list[Any]) -> list[LineRequest]:
     """The requests behind those that are answered.
 
     Raises:
@@ -206,7 +206,7 @@ def unanswered(requests: list[Request], done: list[Any]) -> list[Request]:
     return requests[len(done) :]
 
 
-def answers(llm: LLM, batch: list[Request]) -> Iterator[tuple[Request, list[Completion]]]:
+def answers(llm: LLM, batch: list[LineRequest]) -> Iterator[tuple[LineRequest, list[Completion]]]:
     """The samples of each request, in order, as soon as those before it are there.
 
     Raises:
@@ -226,7 +226,7 @@ def answers(llm: LLM, batch: list[Request]) -> Iterator[tuple[Request, list[Comp
             at += 1
 
 
-def line_of(request: Request, completions: list[Completion]) -> dict[str, Any]:
+def line_of(request: LineRequest, completions: list[Completion]) -> dict[str, Any]:
     samples = [sample(completion) for completion in completions]
     several = {"samples": samples} if len(samples) > 1 else {}
     return {"id": request.name, **samples[0], **several}

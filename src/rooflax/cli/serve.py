@@ -81,9 +81,9 @@ def run(args: argparse.Namespace) -> int:
         url = f"http://{shown}:{port}"
         says(f"listening on {url}; loading {args.model}")
         says(f"the page to chat is {url}/, the base URL for OpenAI's clients {url}/v1")
-        from rooflax.server.run import Runner
+        from rooflax.server.run import ServerRunner
 
-        return Runner(settings, _loader(args, template), says).run(listener)
+        return ServerRunner(settings, _loader(args, template), says).run(listener)
 
 
 class LogLines(logging.Handler):
@@ -207,7 +207,7 @@ def _loader(
             _warn_of_template(engine.llm)
             tell("measuring what the machine allows")
             try:
-                engine.compares_with(Roofline(engine.llm).decode_s)
+                engine.set_roofline(Roofline(engine.llm).decode_s)
             except Exception as error:  # such as no memory for it; the server does without
                 terminal.say(f"rooflax: the machine could not be measured: {first_line(error)}.")
         gc.collect()

@@ -137,9 +137,9 @@ def say_settings(llm: LLM) -> None:
         ("context", f"{llm.max_model_len} tokens"),
         ("compile cache", str(enable_persistent_cache() or "off")),
     ]
-    plan = llm.stream_plan
+    plan = llm.offload_plan
     if plan is not None:
-        layers = f"{plan.num_resident} of {len(plan.layer_bytes)} stay, the others are streamed"
+        layers = f"{plan.num_resident} of {len(plan.layer_bytes)} stay, the others are offloaded"
         rows.append(("layers", layers))
     expected = summary(llm.plan)
     if expected is not None:

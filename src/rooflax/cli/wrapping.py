@@ -11,7 +11,7 @@ MIN_COLUMNS = 20
 TAB = 8
 
 
-class Wrapper:
+class LineWrapper:
     """Adds line breaks to text that comes in pieces.
 
     A word is written at once; where it turns out not to fit, it is erased and written again on the

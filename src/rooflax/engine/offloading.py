@@ -65,8 +65,8 @@ class OffloadedFunctions:
         groups = range(len(model.config.groups.windows))
         of_layer = model.config.groups.of_layer
         for index in map(of_layer.index, groups) if is_padding else range(count):
-            is_streamed = index in model.plan.streamed
-            weights = model.stream.take(index) if is_streamed else model.layers[index]
+            is_offloaded = index in model.plan.offloaded
+            weights = model.stream.take(index) if is_offloaded else model.layers[index]
             part = model.layer(index, weights)
             kept = None
             if cache is not None:
@@ -76,7 +76,7 @@ class OffloadedFunctions:
             hidden, kept = self._whole.layer(part, (hidden, kept), _of_group(batch, group))
             if kept is not None:
                 k[index], v[index] = kept.k[0], kept.v[0]
-            if is_streamed:
+            if is_offloaded:
                 jax.block_until_ready((hidden, kept))
                 model.stream.give_back()
         if not is_padding:

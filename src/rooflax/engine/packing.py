@@ -40,7 +40,7 @@ NO_TOKENS: list[int] = []
 
 
 @dataclass(frozen=True)
-class Layout:
+class StepLayout:
     """Sizes of a step's array; static, so that each is a program of its own.
 
     Attributes:
@@ -98,7 +98,7 @@ class Writer:
         lists: parts of the list of tokens, each with as many sequences: one per data shard.
     """
 
-    def __init__(self, layout: Layout, scratch_slot: int, *, lists: int = 1):
+    def __init__(self, layout: StepLayout, scratch_slot: int, *, lists: int = 1):
         self.layout = layout
         size = HEADER + layout.sequences * layout.width + layout.num_tokens
         self.packed = np.zeros(size, np.int32)
@@ -159,7 +159,7 @@ class DecodeWriter:
     Of sequences that run their last token each, in one list, it writes what a new `Writer` would.
     """
 
-    def __init__(self, layout: Layout, scratch_slot: int):
+    def __init__(self, layout: StepLayout, scratch_slot: int):
         self.layout = layout
         self._empty = Writer(layout, scratch_slot)
         self._packed = self._empty.packed.copy()
@@ -192,7 +192,7 @@ class DecodeWriter:
         self._known = known
 
 
-def _tables(sequence: Sequence, layout: Layout) -> list[int]:
+def _tables(sequence: Sequence, layout: StepLayout) -> list[int]:
     """The columns from FIRST on."""
     if not layout.tables:
         return []
@@ -259,7 +259,7 @@ def pack_logprobs(
 
 
 def unpack_logprobs(packed: np.ndarray, count: int) -> TokenLogprobs:
-    """Unpacks one token's log-probabilities, with the `count` best, as `pack_logprobs` wrote them."""
+    """Unpacks a token's log-probabilities, with the `count` best, that `pack_logprobs` wrote."""
     floats, top = packed.view(np.float32), packed.shape[0] // 2
     best = zip(packed[1 : 1 + count], floats[1 + top : 1 + top + count], strict=True)
     return TokenLogprobs(float(floats[0]), tuple((int(i), float(v)) for i, v in best))

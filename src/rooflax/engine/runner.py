@@ -21,7 +21,7 @@ from rooflax.engine.buckets import SMALLEST_STEP, Buckets, Shape, StepKind, buck
 from rooflax.engine.compilation import count_compilations
 from rooflax.engine.masks import Masks
 from rooflax.engine.offloading import step_functions
-from rooflax.engine.packing import DecodeWriter, Layout, StepResult, Writer
+from rooflax.engine.packing import DecodeWriter, StepLayout, StepResult, Writer
 from rooflax.engine.scheduler import StepPlan
 from rooflax.engine.sequence import Sequence, fault_of
 from rooflax.engine.steps import StepInput
@@ -50,7 +50,7 @@ SMALLEST_CONTEXT = 256
 """Tokens; where attention gathers, contexts are padded to this or a power of two above it."""
 
 
-class Call(NamedTuple):
+class StepCall(NamedTuple):
     """One device call: rows, the tokens each of them runs, and lookahead tokens behind those."""
 
     sequences: list[Sequence]
@@ -101,7 +101,7 @@ class Runner:
         self.buckets = Buckets((slots,), (), self._contexts(), config.num_draft_tokens, self.pads)
         self.is_fully_warm = False
         self._warm: set[Shape] = set()
-        self._layouts: dict[Shape, Layout] = {}
+        self._layouts: dict[Shape, StepLayout] = {}
         self._decode_writers: dict[Shape, DecodeWriter] = {}
         self._wanted: set[Shape] = set()
         self._greedy = True  # while every sequence is: a program without the full sampler
@@ -173,20 +173,20 @@ class Runner:
             size *= 2
         return tuple(sorted(sizes))
 
-    def calls(self, plan: StepPlan) -> list[Call]:
+    def calls(self, plan: StepPlan) -> list[StepCall]:
         """The device calls of a step: one for the list of its tokens, and one for each prompt whose
         tokens are scored."""
         scored = [chunk for chunk in plan.prefills if chunk[0].wants_scores]
         chunks = [(s, 1) for s in plan.decodes]
         chunks += [chunk for chunk in plan.prefills if not chunk[0].wants_scores]
-        calls = [Call([s], [n], self._scored_shape(s, n)) for s, n in scored]
+        calls = [StepCall([s], [n], self._scored_shape(s, n)) for s, n in scored]
         if plan.lookahead:
             calls.insert(0, self._verify_call(plan.decodes, plan.lookahead))
         elif chunks:
             calls.insert(0, self._call(chunks, plan.num_steps))
         return calls
 
-    def _call(self, chunks: list[tuple[Sequence, int]], num_steps: int) -> Call:
+    def _call(self, chunks: list[tuple[Sequence, int]], num_steps: int) -> StepCall:
         """A list of tokens; sequences that sample come first."""
         decodes_alone = self.config.pooler is None and all(
             s.num_uncomputed_tokens == 1 for s, _ in chunks
@@ -195,7 +195,7 @@ class Runner:
             chunks = sorted(chunks, key=lambda chunk: chunk[1] < chunk[0].num_uncomputed_tokens)
         sequences, counts = [s for s, _ in chunks], [n for _, n in chunks]
         ends = [self._end(s, num_steps if decodes_alone else n) for s, n in chunks]
-        return Call(sequences, counts, self._shape_of(counts, max(ends), decodes_alone))
+        return StepCall(sequences, counts, self._shape_of(counts, max(ends), decodes_alone))
 
     def _shape_of(self, counts: list[int], context: int, decodes_alone: bool) -> Shape:
         rows, total = len(counts), sum(counts)
@@ -241,14 +241,14 @@ class Runner:
     def _end(self, sequence: Sequence, count: int) -> int:
         return sequence.num_computed_tokens + count
 
-    def _verify_call(self, sequences: list[Sequence], lookahead: list[list[int]]) -> Call:
+    def _verify_call(self, sequences: list[Sequence], lookahead: list[list[int]]) -> StepCall:
         longest = max(map(len, lookahead))
         context = max(self._end(s, 1 + len(d)) for s, d in zip(sequences, lookahead, strict=True))
         rows = len(sequences)
         shape = Shape(StepKind.VERIFY, rows, rows * (1 + longest), context)
         if self.config.options.jit:
             shape = self.buckets.verify(rows, context)
-        return Call(sequences, [1] * rows, shape, lookahead)
+        return StepCall(sequences, [1] * rows, shape, lookahead)
 
     def _scored_shape(self, sequence: Sequence, count: int) -> Shape:
         kind = StepKind.SCORED if self.config.options.use_cache else StepKind.SCORED_DENSE
@@ -262,7 +262,7 @@ class Runner:
     def _add_tokens(self, size: int) -> None:
         self.buckets = replace(self.buckets, tokens=tuple(sorted({*self.buckets.tokens, size})))
 
-    def run(self, call: Call, num_steps: int) -> StepResult:
+    def run(self, call: StepCall, num_steps: int) -> StepResult:
         """Runs a call and waits for it; rows beyond the call's sequences are padding."""
         self._load_slots(call.sequences)
         masks = self.masks.of(call.sequences, call.counts)
@@ -272,7 +272,7 @@ class Runner:
 
     def _dispatch(
         self,
-        call: Call,
+        call: StepCall,
         num_steps: int = 1,
         masks: np.ndarray | None = None,
         exchange: int = 0,
@@ -300,7 +300,7 @@ class Runner:
         return 1 if shape.sequences % lists or shape.tokens % lists else lists
 
     def _inputs(
-        self, call: Call, num_steps: int, exchange: int = 0
+        self, call: StepCall, num_steps: int, exchange: int = 0
     ) -> tuple[StepInput, list[int] | slice]:
         """Inputs of a step on the device, and the row of each sequence."""
         layout, rows = self._layout(call.shape), slice(len(call.sequences))
@@ -318,7 +318,9 @@ class Runner:
             )
         return self._decode_writers[shape]
 
-    def _write(self, call: Call, layout: Layout, num_steps: int) -> tuple[np.ndarray, list[int]]:
+    def _write(
+        self, call: StepCall, layout: StepLayout, num_steps: int
+    ) -> tuple[np.ndarray, list[int]]:
         """The array of any step."""
         rows, dense, lists = layout.sequences, layout.dense, self._data_shards_of(call.shape)
         writer = Writer(layout, self.config.max_num_seqs, lists=1 if dense else lists)
@@ -340,14 +342,14 @@ class Runner:
             row_numbers.append(writer.add(sequence, start, end - start, lookahead, parts[number]))
         return writer.finish(), row_numbers
 
-    def _layout(self, shape: Shape) -> Layout:
+    def _layout(self, shape: Shape) -> StepLayout:
         if shape not in self._layouts:
             kind, rows, tokens, _ = shape
             longest = {StepKind.DECODE: 1, StepKind.VERIFY: tokens // rows}.get(kind, tokens)
             if not self.windows:
                 longest = min(longest, shape.context)
             tables = self._table_lengths(shape, longest)
-            made = Layout(rows, tokens, tables, longest, kind.is_dense)
+            made = StepLayout(rows, tokens, tables, longest, kind.is_dense)
             group = self.model.config.groups.state
             if group is not None and not kind.is_dense:
                 grid = 1 if kind is StepKind.VERIFY else self._grid
@@ -439,7 +441,7 @@ class Runner:
     def lowered(self) -> Iterator[tuple[str, jax.stages.Lowered]]:
         """Every step that was warmed up, by name; for tools that look into programs."""
         for shape in sorted(self._warm):
-            host, _ = self._inputs(Call([], [], shape), 1)
+            host, _ = self._inputs(StepCall([], [], shape), 1)
             function = self.functions.by_kind[shape.kind]
             yield str(shape), function.lower(self.model, (self.cache, self.counts), host)
 
@@ -480,7 +482,7 @@ class Runner:
     def warm(self, shape: Shape) -> None:
         """Compiles a shape by running it on empty rows."""
         self._warm.add(shape)
-        self._dispatch(Call([], [], shape))
+        self._dispatch(StepCall([], [], shape))
         give_back_freed()
 
     def warm_up_prefill(self, sequences: Iterable[Sequence], num_cached: Iterable[int]) -> None:

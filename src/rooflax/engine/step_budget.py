@@ -9,7 +9,7 @@ from rooflax.engine.scheduler import Scheduler
 from rooflax.nn.engine_config import EngineConfig
 
 if TYPE_CHECKING:
-    from rooflax.engine.runner import Call
+    from rooflax.engine.runner import StepCall
 
 FIRST_BUDGET = 128
 """Tokens of a server's steps before any has been timed, and where several processes must agree."""
@@ -35,7 +35,9 @@ class StepBudget:
         scheduler.token_budget = self._token_budget()
         self._time_step(scheduler, BURST_S)
 
-    def after_call(self, scheduler: Scheduler, call: Call, num_steps: int, seconds: float) -> None:
+    def after_call(
+        self, scheduler: Scheduler, call: StepCall, num_steps: int, seconds: float
+    ) -> None:
         """Learns from a device call of `num_steps` steps."""
         self._time_step(scheduler, seconds / num_steps)
         if call.shape.kind is StepKind.STEP:

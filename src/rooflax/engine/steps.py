@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from rooflax.engine import packing
 from rooflax.engine.buckets import StepKind
 from rooflax.engine.compilation import compiler_options
-from rooflax.engine.packing import Layout
+from rooflax.engine.packing import StepLayout
 from rooflax.models.model import Model
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
@@ -49,7 +49,7 @@ class StepInput:
     packed: Int[Array, " size"]
     params: Int[Array, "slots width"]
     masks: Int[Array, "slots words"] | None
-    layout: Layout = field(metadata={"static": True})
+    layout: StepLayout = field(metadata={"static": True})
     greedy: bool = field(default=False, metadata={"static": True})
     hidden: Float[Array, "B T D"] | None = None
 

@@ -35,7 +35,7 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclass(frozen=True)
-class Names:
+class TemplateNames:
     """Names and texts that a template reads.
 
     Attributes:
@@ -47,22 +47,26 @@ class Names:
     texts: frozenset[str] = frozenset()
 
 
-def names(template: str | None) -> Names:
+def names(template: str | None) -> TemplateNames:
     """Names of a template; none of an invalid one or of None."""
     if template is None or len(template) > MAX_TEMPLATE_CHARACTERS:
-        return Names()
+        return TemplateNames()
     try:
         return _names(template)
     except template_pool.WorkerEnded:  # perhaps a pause of this machine: not for ever
-        return Names()
+        return TemplateNames()
 
 
 @lru_cache(maxsize=4)
-def _names(template: str) -> Names:
+def _names(template: str) -> TemplateNames:
     if lone_surrogate(template) is not None:
-        return Names()
+        return TemplateNames()
     answer = template_pool.ask({"template": template}, 12 * MAX_TEMPLATE_CHARACTERS)
-    return Names(*map(frozenset, json.loads(answer["text"]))) if "text" in answer else Names()
+    return (
+        TemplateNames(*map(frozenset, json.loads(answer["text"])))
+        if "text" in answer
+        else TemplateNames()
+    )
 
 
 def _variables(

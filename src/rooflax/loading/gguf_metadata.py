@@ -161,7 +161,7 @@ def _head_dim(config: Decoder) -> int:
 
 
 def _layers(spec: GGUFSpec, config: Decoder, raw: Mapping[str, Any]) -> Metadata:
-    """Keys that differ by layer, and keys that llama.cpp wants of a family beside the common ones."""
+    """Keys that differ by layer, and further keys that llama.cpp wants of a family."""
     values: Metadata = {}
     windows = [layer.attention.window for layer in config.layers]
     if spec.ignores_window:

@@ -32,7 +32,7 @@ from rooflax.models.memory import (
     rope_bytes,
 )
 from rooflax.models.model import resolve_max_model_len
-from rooflax.models.offloading import StreamPlan, plan_offloading
+from rooflax.models.offloading import OffloadPlan, plan_offloading
 from rooflax.nn.device_memory import free_bytes
 from rooflax.nn.engine_config import EngineConfig
 from rooflax.nn.execution import (
@@ -101,7 +101,7 @@ class Plan(EngineConfig):
     storage: Storage
     mesh: Mesh | None = None
     shards: Shards
-    offloading: StreamPlan | None
+    offloading: OffloadPlan | None
     draft: Plan | None
     adapter: Adapter | None = None
     bank: Bank | None = None
@@ -126,7 +126,7 @@ class Plan(EngineConfig):
     @property
     def is_offloaded(self) -> bool:
         """Whether layers are read from the file at every step."""
-        return self.offloading is not None and bool(self.offloading.streamed)
+        return self.offloading is not None and bool(self.offloading.offloaded)
 
     @property
     def load_bytes(self) -> int:
@@ -366,7 +366,7 @@ def make_plan(
         _check_stages(info, storage)
     offloading = None if budget is None else _plan_offloading(info, storage, length, budget)
     if offloading is not None:
-        storage = replace(storage, offloaded=frozenset(offloading.streamed))
+        storage = replace(storage, offloaded=frozenset(offloading.offloaded))
     adapter = None
     if "lora" in asked:
         _check_adaptable(mesh, offloading)
@@ -383,7 +383,7 @@ def make_plan(
         info=info,
         storage=storage,
         kv_dtype=own_kv_dtype,
-        options=offloaded if offloading and offloading.streamed else options,
+        options=offloaded if offloading and offloading.offloaded else options,
         max_model_len=length,
         max_num_seqs=int(num_seqs),
         prefill_chunk=chunk,
@@ -436,14 +436,14 @@ def resolve_precision(
     return asked.kv_dtype or ("float16" if is_coarse else dtype), storage
 
 
-def _check_adaptable(mesh: Mesh | None, offloading: StreamPlan | None) -> None:
+def _check_adaptable(mesh: Mesh | None, offloading: OffloadPlan | None) -> None:
     """
     Raises:
         RequestError: what an adapter does not go with.
     """
     if mesh is not None:
         raise RequestError("lora is for one device; leave the mesh out.", param="lora")
-    if offloading is not None and offloading.streamed:
+    if offloading is not None and offloading.offloaded:
         raise RequestError(
             "lora is for weights in memory; leave the weights budget out.", param="lora"
         )
@@ -477,7 +477,7 @@ def _is_bfloat16(info: ModelInfo) -> bool:
     return "bfloat16" in declared
 
 
-def _plan_offloading(info: ModelInfo, storage: Storage, length: int, budget: int) -> StreamPlan:
+def _plan_offloading(info: ModelInfo, storage: Storage, length: int, budget: int) -> OffloadPlan:
     """Plans which layers stay in memory within the budget of bytes.
 
     Raises:

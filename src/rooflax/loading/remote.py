@@ -47,7 +47,7 @@ class Session:
     token: str | None = None
     end_s: float = field(default_factory=lambda: time.monotonic() + TIMEOUT_S)
 
-    def read(self, url: str, begin: int, end: int) -> Piece:
+    def read(self, url: str, begin: int, end: int) -> RangePart:
         """Bytes of a remote file; fewer where it ends before.
 
         Raises:
@@ -73,7 +73,7 @@ class Session:
             raise CheckpointError(f"{shown(url)} has {piece.size} bytes, more than {most}.")
         return piece.data
 
-    async def _read(self, url: str, begin: int, end: int) -> Piece:
+    async def _read(self, url: str, begin: int, end: int) -> RangePart:
         async with asyncio.timeout(self.end_s - time.monotonic()):
             here, may_be_private = url, True
             for _ in range(MAX_REDIRECTS + 1):
@@ -98,7 +98,7 @@ class Session:
             raise CheckpointError(f"{shown(url)} redirects more than {MAX_REDIRECTS} times.")
 
 
-class Piece(NamedTuple):
+class RangePart(NamedTuple):
     """A part of a remote file, and the bytes of all of it."""
 
     data: bytes
@@ -166,7 +166,7 @@ async def _get(
         connection.close()
 
 
-def _piece(url: str, reply: Reply, begin: int, end: int) -> Piece:
+def _piece(url: str, reply: Reply, begin: int, end: int) -> RangePart:
     """Bytes of the requested range in a response.
 
     Raises:
@@ -199,7 +199,7 @@ def _piece(url: str, reply: Reply, begin: int, end: int) -> Piece:
             f"{where}: the server states {size} bytes and sends {len(data)} of the "
             f"{end - begin} from {begin} on."
         )
-    return Piece(data, size)
+    return RangePart(data, size)
 
 
 def shown(url: str) -> str:

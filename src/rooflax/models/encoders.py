@@ -12,7 +12,7 @@ from typing import Any
 from rooflax.errors import CheckpointError
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
-from rooflax.nn.decoder import Decoder, Names
+from rooflax.nn.decoder import Decoder, TensorNames
 from rooflax.nn.parts import Layer, Mlp
 from rooflax.nn.weights import StoredAs
 from rooflax.nn.wiring import OUTER, NormKind
@@ -55,7 +55,7 @@ TANH_HEAD = ScoreHead((("classifier.dense", "Tanh"), ("classifier.out_proj", "Id
 
 def bert_names(
     prefix: str, layer: str = "encoder.layer.{i}", **others: str | tuple[str, ...]
-) -> Names:
+) -> TensorNames:
     """Names of weights and biases in checkpoints.
 
     Args:
@@ -84,7 +84,7 @@ def bert_names(
     for key, name in places.items():
         for ending, end in (("", "weight"), ("_bias", "bias")):
             stored.append((key + ending, StoredAs(_ended(name, end))))
-    return Names(tuple(stored))
+    return TensorNames(tuple(stored))
 
 
 def _without_dots(names: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def _ended(name: str | tuple[str, ...], end: str) -> str | tuple[str, ...]:
 
 def read_encoder(
     reader: ConfigReader,
-    names: Names,
+    names: TensorNames,
     *,
     defaults: Mapping[str, Any] = BASE,
     act: str = "hidden_act",

@@ -21,7 +21,7 @@ from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec, Metadata, MetadataReader, Raw, write_local_theta
 from rooflax.models.gguf_changes import KEEP
 from rooflax.models.gguf_names import COMMON, POST_NORM
-from rooflax.nn.decoder import Decoder, Names
+from rooflax.nn.decoder import Decoder, TensorNames
 from rooflax.nn.parts import Attention, Layer, Mlp, Moe
 from rooflax.nn.per_layer import PerLayer
 from rooflax.nn.rope import Rope, RopeScaling
@@ -39,7 +39,7 @@ SKIPPED = (
 )
 """Tensors of layers that attend to another layer's keys and values."""
 LAYER, LINE = "model.layers.{i}", "layers.{i}.mlp"
-EXPERTS = Names(
+EXPERTS = TensorNames(
     (
         (f"{LINE}.norm", StoredAs(f"{LAYER}.pre_feedforward_layernorm_2.weight")),
         (f"{LINE}.router", StoredAs(f"{LAYER}.router.proj.weight")),
@@ -100,7 +100,7 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
         decoder,
         embed_scale=decoder.hidden_size**0.5,
         logit_cap=reader.number(cap) if reader.get(cap, None) is not None else None,
-        names=EXPERTS if decoder.moe else Names(),
+        names=EXPERTS if decoder.moe else TensorNames(),
     )
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.models.common import MOST_LAYERS, layer_types
-from rooflax.models.gguf_names import COMMON, Table
+from rooflax.models.gguf_names import COMMON, NameTable
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.rope import LEAST, MOST, Rope, inverse_frequencies
 
@@ -129,7 +129,9 @@ class GGUFSpec:
     layers: Callable[[MetadataReader], Raw] | None = None
     read: Callable[[MetadataReader, Raw], Raw] = lambda reader, raw: reader.attention(raw)
     write: Callable[[Decoder, Raw], Metadata] = lambda decoder, raw: {}
-    tensors: Table | Callable[[Decoder, Collection[str]], Table] = field(default_factory=dict)
+    tensors: NameTable | Callable[[Decoder, Collection[str]], NameTable] = field(
+        default_factory=dict
+    )
     adds_one: bool = False
     permuted: bool = False
     square: bool = False

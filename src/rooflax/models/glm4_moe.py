@@ -16,14 +16,14 @@ from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec, MetadataReader, Raw
 from rooflax.models.gguf_changes import KEEP
-from rooflax.models.gguf_names import COMMON, POST_NORM, Table
-from rooflax.nn.decoder import Decoder, Names
+from rooflax.models.gguf_names import COMMON, POST_NORM, NameTable
+from rooflax.nn.decoder import Decoder, TensorNames
 from rooflax.nn.parts import MLP, Layer, Mlp, Moe
 from rooflax.nn.weights import StoredAs
 
 SHARED, KEY = f"{MLP}.shared_experts", "layers.{i}.mlp.shared_"
 BOTH = (f"{SHARED}.gate_proj.weight", f"{SHARED}.up_proj.weight")
-NAMES = Names(
+NAMES = TensorNames(
     ((f"{KEY}gate_up", StoredAs(BOTH)), (f"{KEY}down", StoredAs(f"{SHARED}.down_proj.weight")))
 )
 KEYS = {
@@ -36,7 +36,7 @@ KEYS = {
     "leading_dense_block_count": "first_k_dense_replace",
     "nextn_predict_layers": "num_nextn_predict_layers",
 }
-CHOICE_BIAS: Table = {
+CHOICE_BIAS: NameTable = {
     f"{MLP}.gate.e_score_correction_bias": (("blk.{i}.exp_probs_b.bias",), KEEP)
 }  # fmt: skip
 TINY = common.tiny(
@@ -69,7 +69,7 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
     return replace(common.read_decoder(reader, layers, max_position=131_072), names=names)
 
 
-def read_further(reader: ConfigReader) -> Names:
+def read_further(reader: ConfigReader) -> TensorNames:
     """Number of layers that predict further tokens."""
     old, new = "num_nextn_predict_layers", "num_mtp_layers"
     count = reader.size(new, reader.size(old, 1, least=0, most=64), least=0, most=64)

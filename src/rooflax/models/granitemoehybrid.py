@@ -17,12 +17,12 @@ from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec, ToldBy
 from rooflax.models.gguf_changes import Halves
 from rooflax.models.gguf_names import COMMON
-from rooflax.nn.decoder import Decoder, Names
+from rooflax.nn.decoder import Decoder, TensorNames
 from rooflax.nn.parts import Mlp
 from rooflax.nn.weights import StoredAs
 
 SHARED = "model.layers.{i}.shared_mlp"
-NAMES = Names(
+NAMES = TensorNames(
     (
         ("layers.{i}.mlp.gate_up", StoredAs(f"{SHARED}.input_linear.weight")),
         ("layers.{i}.mlp.down", StoredAs(f"{SHARED}.output_linear.weight")),

@@ -14,12 +14,12 @@ from rooflax.errors import CheckpointError
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec
-from rooflax.nn.decoder import Decoder, Names
+from rooflax.nn.decoder import Decoder, TensorNames
 from rooflax.nn.parts import ATTENTION
 from rooflax.nn.rope import MOST, Rope
 from rooflax.nn.weights import StoredAs
 
-NAMES = Names(tuple(
+NAMES = TensorNames(tuple(
     (f"layers.{{i}}.attn.{part[0]}_norm", StoredAs(f"{ATTENTION}.{part}_layernorm.weight"))
     for part in ("query", "key")
 ))  # fmt: skip

@@ -14,7 +14,7 @@ from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec, Metadata, MetadataReader, Raw, full_rope
 from rooflax.models.gguf_changes import HeadStacks
-from rooflax.models.gguf_names import COMMON, Table
+from rooflax.models.gguf_names import COMMON, NameTable
 from rooflax.models.glm4_moe import CHOICE_BIAS, KEYS, NAMES
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.latent import LatentAttention
@@ -122,7 +122,7 @@ def write_model(decoder: Decoder, model_type: str, architecture: str) -> dict[st
     }  # fmt: skip
 
 
-def _gguf_tensors(decoder: Decoder, present: Collection[str]) -> Table:
+def _gguf_tensors(decoder: Decoder, present: Collection[str]) -> NameTable:
     """Keys and values of heads apart, where a file does not have the one tensor of old ones."""
     part = decoder.attention
     if not isinstance(part, LatentAttention) or "blk.0.attn_kv_b.weight" in present:

@@ -17,14 +17,14 @@ from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec, MetadataReader, Raw
 from rooflax.models.gguf_changes import Kernel
 from rooflax.models.gguf_names import COMMON
-from rooflax.nn.decoder import Decoder, Names
+from rooflax.nn.decoder import Decoder, TensorNames
 from rooflax.nn.parts import ATTENTION, Layer, Mlp
 from rooflax.nn.recurrent import ShortConv
 from rooflax.nn.weights import StoredAs
 from rooflax.nn.wiring import NormKind
 
 KINDS, FEED = ("full_attention", "conv"), "model.layers.{i}.feed_forward"
-NAMES = Names((
+NAMES = TensorNames((
     ("final_norm", StoredAs("model.embedding_norm.weight")),
     *((f"layers.{{i}}.{part}.norm", StoredAs("model.layers.{i}.operator_norm.weight"))
       for part in ("attn", "conv")),

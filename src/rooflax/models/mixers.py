@@ -11,7 +11,7 @@ from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import Metadata, MetadataReader, Raw, full_rope
 from rooflax.models.gguf_changes import KEEP, Decay, HeadKinds, Kernel, Tiled
-from rooflax.models.gguf_names import Table
+from rooflax.models.gguf_names import NameTable
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.parts import Attention, Layer, Mlp, Moe
 from rooflax.nn.recurrent import GatedDelta
@@ -132,7 +132,7 @@ def write_image_gguf(decoder: Decoder, raw: Raw) -> Metadata:
     return written | (sections if written else {})
 
 
-def delta_tensors(decoder: Decoder) -> Table:
+def delta_tensors(decoder: Decoder) -> NameTable:
     """The gated delta rule; Qwen 3.5's files have value heads in an order of their own."""
     delta = _delta(decoder)
     if delta is None:

@@ -35,7 +35,7 @@ def new_cache(
 
     Raises:
         RequestError: rows or max_tokens below 1, or more tokens than the model takes; or layers
-            that are streamed, which only an engine runs.
+            that are offloaded, which only an engine runs.
     """
     model = whole(model)
     config = model.config

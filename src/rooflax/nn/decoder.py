@@ -25,7 +25,7 @@ from rooflax.nn.parts import Attention, Layer, Moe
 from rooflax.nn.per_layer import PerLayer
 from rooflax.nn.rope import Rope, RopeTable
 from rooflax.nn.weights import LAYER_PREFIX, Rows, Slot, StoredAs, WeightLine
-from rooflax.nn.wiring import Context, NormKind, Table
+from rooflax.nn.wiring import Context, NormKind, WeightTable
 from rooflax.ops.activation import capped
 from rooflax.ops.linear import unembed
 from rooflax.ops.rope import rope_rows, rows_at
@@ -35,7 +35,7 @@ AnyAttention = Attention | Any
 
 
 @dataclass(frozen=True)
-class Names:
+class TensorNames:
     """Names in a family's checkpoints that differ from LLaMA's.
 
     Attributes:
@@ -49,7 +49,7 @@ class Names:
     either: tuple[str, ...] = ()
     further: int = 0
 
-    def apply(self, table: Table) -> Table:
+    def apply(self, table: WeightTable) -> WeightTable:
         places = dict(self.stored)
 
         def renamed(key: str, line: WeightLine) -> WeightLine:
@@ -97,7 +97,7 @@ class Decoder:
     embed_norm: NormKind | None = None
     distances: bool = False
     final_norm: bool = True
-    names: Names = Names()
+    names: TensorNames = TensorNames()
     embed_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None
@@ -236,7 +236,7 @@ class Decoder:
     # Weights
 
     @cached_property
-    def table(self) -> Table:
+    def table(self) -> WeightTable:
         """One line per weight; "{i}" stands for every layer that has it."""
         table = {"embed": WeightLine("vocab hidden", "model.embed_tokens.weight")}
         if self.learned_positions:

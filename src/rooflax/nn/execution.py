@@ -151,7 +151,7 @@ def parse_bytes(size_text: object) -> int:
 
 
 def offloading_options(options: ExecutionOptions, has_mesh: bool) -> ExecutionOptions:
-    """The switches of a model whose layers are streamed: one step per dispatch.
+    """The switches of a model whose layers are offloaded: one step per dispatch.
 
     Raises:
         RequestError: what streaming layers cannot do.

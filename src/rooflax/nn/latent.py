@@ -20,7 +20,7 @@ from rooflax.nn.layers import LayerWeights
 from rooflax.nn.parts import ATTENTION
 from rooflax.nn.rope import Rope
 from rooflax.nn.weights import QKV, Flat, HeadPart, Linear, Reordered, WeightLine
-from rooflax.nn.wiring import PRE, Context, Hidden, NormKind, Table, Wiring
+from rooflax.nn.wiring import PRE, Context, Hidden, NormKind, WeightTable, Wiring
 from rooflax.ops.linear import Norm, linear_by_head
 from rooflax.ops.rope import apply_rope
 
@@ -109,7 +109,7 @@ class LatentAttention:
         order = self.rope.order(self.rope_dim, self.interleaved)
         return order and (*range(before), *(before + i for i in order))
 
-    def table(self) -> Table:
+    def table(self) -> WeightTable:
         lines = self.wiring.table(self.norm, "attn", "input_layernorm", "post_attention_layernorm")
         queries, name = "hidden", f"{ATTENTION}.q_proj.weight"
         if self.query_rank:

@@ -66,7 +66,7 @@ class _Pass:
 def run_layers(
     functions: Sequence[Layer],
     weights: dict[str, Any],
-    state: mesh.State,
+    state: mesh.StageState,
     batch: Batch,
     *,
     groups: LayerGroups,
@@ -74,7 +74,7 @@ def run_layers(
     shards: mesh.Shards | None = None,
     remat: str | None = None,
     per_layer_input: PerLayerInput = None,
-) -> mesh.State:
+) -> mesh.StageState:
     """Hidden states and cache after all layers; pipeline stages run one after the other.
 
     Args:
@@ -96,7 +96,7 @@ def run_layers(
     whole = _Pass(functions, step, frozenset(lent if cache is None else ()), remat)
     x = x if batch.hidden is None else batch.hidden
 
-    def stage(x: jax.Array, cache: KVCache | None) -> mesh.State:
+    def stage(x: jax.Array, cache: KVCache | None) -> mesh.StageState:
         return run(whole, layers, (x, cache), mesh.local_layers(per_layer_input, shards))
 
     if shards is None or shards.stage == 1:
@@ -105,8 +105,8 @@ def run_layers(
 
 
 def _unrolled(
-    whole: _Pass, layers: Sequence, state: mesh.State, inputs: PerLayerInput
-) -> mesh.State:
+    whole: _Pass, layers: Sequence, state: mesh.StageState, inputs: PerLayerInput
+) -> mesh.StageState:
     x, cache = state
     pools, groups = _layer_pools(cache, len(layers), 0), whole.groups
 
@@ -130,8 +130,8 @@ def _unrolled(
 
 
 def _scan(
-    whole: _Pass, stacked: tuple[LayerWeights, ...], state: mesh.State, inputs: PerLayerInput
-) -> mesh.State:
+    whole: _Pass, stacked: tuple[LayerWeights, ...], state: mesh.StageState, inputs: PerLayerInput
+) -> mesh.StageState:
     """One turn of the scan runs the repeating group once; the pools are carried in place.
 
     Weights stay in their stacks where a kernel reads them there; the rest is small.
@@ -148,7 +148,7 @@ def _scan(
     ]
     moved = [{k: w for k, w in stacked[i].items() if k not in kept[i]} for i in range(len(kept))]
 
-    def body(carry: mesh.State, xs: Any) -> tuple[mesh.State, None]:
+    def body(carry: mesh.StageState, xs: Any) -> tuple[mesh.StageState, None]:
         x, cache = carry
         repeat, slices, layer_inputs = xs
         pools = _layer_pools(cache, len(slices), repeat)

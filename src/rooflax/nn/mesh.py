@@ -310,12 +310,12 @@ def local_layers(
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(STAGE) * size, size)
 
 
-State = tuple[Float[Array, "rows seq hidden"], KVCache | None]
+StageState = tuple[Float[Array, "rows seq hidden"], KVCache | None]
 
 
 def in_stages(
-    run: Callable[..., State], x: jax.Array, cache: KVCache | None, shards: Shards
-) -> State:
+    run: Callable[..., StageState], x: jax.Array, cache: KVCache | None, shards: Shards
+) -> StageState:
     """run(x, cache) by each stage with its own layers, one stage after the other.
 
     Hidden states go from a stage to the next; the last one's go to all. A stage that is not at its

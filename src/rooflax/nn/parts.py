@@ -39,7 +39,7 @@ from rooflax.nn.wiring import (
     Context,
     Hidden,
     NormKind,
-    Table,
+    WeightTable,
     Wiring,
 )
 from rooflax.ops.attention import Projected
@@ -132,7 +132,7 @@ class Attention:
         }
         return {self.axis(name): size for name, size in sizes.items()}
 
-    def table(self) -> Table:
+    def table(self) -> WeightTable:
         key, projected = self.key, self.projected
         names = tuple(f"{ATTENTION}.{part}_proj" for part in projected)
         weights, biases = (tuple(f"{n}.{end}" for n in names) for end in ("weight", "bias"))
@@ -288,7 +288,7 @@ class Mlp:
     def _first(self) -> str:
         return f"{self.key}.gate_up" if self.gated else f"{self.key}.up"
 
-    def table(self) -> Table:
+    def table(self) -> WeightTable:
         key = self.key
         lines = _mlp_norms(self.wiring, self.norm, key)
         parts = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
@@ -338,7 +338,7 @@ class Mlp:
         )
 
 
-def _mlp_norms(wiring: Wiring, norm: NormKind, key: str) -> Table:
+def _mlp_norms(wiring: Wiring, norm: NormKind, key: str) -> WeightTable:
     """A feed-forward network's norms; one on attention's result leaves that name to it."""
     before = "pre_feedforward_layernorm" if wiring.after else "post_attention_layernorm"
     return wiring.table(norm, key, before, "post_feedforward_layernorm")
@@ -391,7 +391,7 @@ class Moe:
         shared |= self.beside.axis_sizes if self.beside else {}
         return shared | {"mlp": self.width, "gate_up": 2, "experts": count, "routes": count}
 
-    def table(self) -> Table:
+    def table(self) -> WeightTable:
         lines = self.norm.table("mlp.norm", "model.layers.{i}.post_attention_layernorm")
         lines["mlp.router"] = WeightLine("hidden -> routes", f"{MLP}.gate.weight", Linear())
         each, axes = self.stored("gate_proj", "up_proj"), "experts | hidden -> gate_up mlp"
@@ -539,7 +539,7 @@ class Layer:
     scaled: bool = False
 
     @cached_property
-    def table(self) -> Table:
+    def table(self) -> WeightTable:
         lines = self.attention.table() | self.mlp.table()
         lines |= self.per_layer.layer_table() if self.per_layer else {}
         if self.scaled:

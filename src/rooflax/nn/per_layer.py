@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from rooflax.nn import mesh
 from rooflax.nn.layers import LayerWeights
 from rooflax.nn.weights import Linear, WeightLine
-from rooflax.nn.wiring import Context, Hidden, NormKind, Table
+from rooflax.nn.wiring import Context, Hidden, NormKind, WeightTable
 from rooflax.ops.linear import Activation
 
 LAYER = "model.layers.{i}"
@@ -49,7 +49,7 @@ class PerLayer:
             "per_layers": self.num_layers * self.width,
         }
 
-    def table(self) -> Table:
+    def table(self) -> WeightTable:
         """The lines outside the layers."""
         embed, projection = "embed_tokens_per_layer", "model.per_layer_model_projection.weight"
         axes = "hidden -> depth per_layer"
@@ -58,7 +58,7 @@ class PerLayer:
             "per_layer.projection": WeightLine(axes, projection, Linear()),
         } | self.norm.table("per_layer.norm", "model.per_layer_projection_norm", "per_layer")
 
-    def layer_table(self) -> Table:
+    def layer_table(self) -> WeightTable:
         """A layer's."""
         gate, up = (f"{LAYER}.per_layer_{name}.weight" for name in ("input_gate", "projection"))
         return {

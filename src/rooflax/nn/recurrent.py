@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from rooflax.nn.layer_memory import LayerMemory, LayerPools
 from rooflax.nn.layers import LayerWeights
 from rooflax.nn.layout import STATE
-from rooflax.nn.parts import PRE, Context, Hidden, NormKind, Table, Wiring
+from rooflax.nn.parts import PRE, Context, Hidden, NormKind, WeightTable, Wiring
 from rooflax.nn.weights import Channels, Flat, Float32, HeadRows, Linear, Parallel, Rows, WeightLine
 from rooflax.ops.linear import Norm
 from rooflax.ops.recurrent import DeltaInputs, Runs, causal_conv, delta_rule
@@ -55,7 +55,7 @@ class ShortConv:
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         return ((self.width, self.taps - 1),)
 
-    def table(self) -> Table:
+    def table(self) -> WeightTable:
         lines = self.wiring.table(self.norm, "conv", "input_layernorm", "post_attention_layernorm")
         first, last = f"{SHORT_CONV}.in_proj", f"{SHORT_CONV}.out_proj"
         axes, fused = "branches channels", Rows(Parallel())
@@ -145,7 +145,7 @@ class GatedDelta:
         matrix = (self.num_heads, self.group, self.key_dim, self.value_dim)
         return (self.num_heads, sum(self._widths), self.taps - 1), matrix
 
-    def table(self) -> Table:
+    def table(self) -> WeightTable:
         lines = self.wiring.table(self.norm, "delta", "input_layernorm", "post_attention_layernorm")
         widths, group = self._widths, self.group
         first = HeadRows((widths, (widths[2],))), HeadRows(((group,), (group,)))

@@ -21,7 +21,7 @@ from rooflax.ops.norm import norm as ops_norm
 from rooflax.ops.weights import taken
 
 Hidden = Float[Array, "B T D"]
-Table = dict[str, WeightLine]
+WeightTable = dict[str, WeightLine]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class NormKind:
     plus_one: bool = False
     centered: bool = False
 
-    def table(self, key: str, hf: str, axis: str = "hidden") -> Table:
+    def table(self, key: str, hf: str, axis: str = "hidden") -> WeightTable:
         layout = PlusOne() if self.plus_one else TensorLayout()
         lines = {key: WeightLine(axis, f"{hf}.weight", layout, "ones")}
         if self.bias:
@@ -105,7 +105,7 @@ class Wiring:
     scale: float = 1.0
     outer: bool = False
 
-    def table(self, norm: NormKind, key: str, before: str, after: str) -> Table:
+    def table(self, norm: NormKind, key: str, before: str, after: str) -> WeightTable:
         """The norms' lines, by their names in a layer of the checkpoint."""
         lines = norm.table(f"{key}.norm", f"model.layers.{{i}}.{before}") if self.before else {}
         if self.after or self.outer:

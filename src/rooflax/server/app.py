@@ -25,7 +25,7 @@ from rooflax.server.chat import chat
 from rooflax.server.completions import completions
 from rooflax.server.embeddings import embeddings, rerank
 from rooflax.server.errors import ApiError, anthropic_body, as_api_error, openai_body
-from rooflax.server.fields import Table
+from rooflax.server.fields import FieldTable
 from rooflax.server.json_body import read_json
 from rooflax.server.messages import count_tokens, messages
 from rooflax.server.metrics import Exporter
@@ -48,7 +48,7 @@ _HEADER_NAMES = re.compile(r"[A-Za-z0-9-]{1,64}(, ?[A-Za-z0-9-]{1,64}){0,63}")
 log = logging.getLogger("rooflax.server")
 Endpoint = Callable[[Service, Request, Any], Awaitable[Response]]
 
-POSTS: dict[str, tuple[Endpoint, Table]] = {
+POSTS: dict[str, tuple[Endpoint, FieldTable]] = {
     "/v1/completions": (completions, tables.COMPLETIONS),
     "/v1/chat/completions": (chat, tables.CHAT),
     "/v1/responses": (responses, tables.RESPONSES),

@@ -12,7 +12,7 @@ from rooflax.server.grammars import is_text
 from rooflax.server.notation import NoNotation, Scanner
 
 
-class Call(NamedTuple):
+class ToolCall(NamedTuple):
     """A call as clients are told it: arguments are the JSON of an object.
 
     Attributes:
@@ -155,7 +155,7 @@ def is_object(text: str) -> bool:
         return False
 
 
-def calls_of(body: str, names: Container[str] | None = None) -> list[Call]:
+def calls_of(body: str, names: Container[str] | None = None) -> list[ToolCall]:
     """The calls of a whole body, an object or a list of them; none where it is neither.
 
     Args:
@@ -179,11 +179,11 @@ def calls_of(body: str, names: Container[str] | None = None) -> list[Call]:
             return []
         identity = item.get("id", "")
         call_id = identity if isinstance(identity, str) else ""
-        calls.append(Call(name, json.dumps(arguments, ensure_ascii=False), call_id))
+        calls.append(ToolCall(name, json.dumps(arguments, ensure_ascii=False), call_id))
     return calls
 
 
-def tagged_calls(body: str, calls: Calls, schemas: Mapping[str, Any]) -> list[Call]:
+def tagged_calls(body: str, calls: Calls, schemas: Mapping[str, Any]) -> list[ToolCall]:
     """The call of a name and parameters between tags; none where it is none."""
     tags = calls.tags
     assert tags is not None
@@ -213,7 +213,7 @@ def tagged_calls(body: str, calls: Calls, schemas: Mapping[str, Any]) -> list[Ca
         key = head[opened:closed].strip()
         arguments[key] = _typed(value, known.get(key))
         at = ended
-    return [Call(name, json.dumps(arguments, ensure_ascii=False))]
+    return [ToolCall(name, json.dumps(arguments, ensure_ascii=False))]
 
 
 def _typed(text: str, schema: Any) -> Any:
@@ -228,7 +228,7 @@ def _typed(text: str, schema: Any) -> Any:
         return text
 
 
-def notation_calls(body: str, calls: Calls) -> list[Call]:
+def notation_calls(body: str, calls: Calls) -> list[ToolCall]:
     """The calls of a body in a notation of its own; none where it is something else."""
     notation = calls.notation
     assert notation is not None
@@ -240,7 +240,7 @@ def notation_calls(body: str, calls: Calls) -> list[Call]:
             scanner.want(calls.name_open)
         name = scanner.name()
         arguments = {} if scanner.is_at_end and not is_list else scanner.arguments()
-        parsed.append(Call(name, json.dumps(arguments, ensure_ascii=False)))
+        parsed.append(ToolCall(name, json.dumps(arguments, ensure_ascii=False)))
 
     try:
         if is_list:

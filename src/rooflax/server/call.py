@@ -1,4 +1,4 @@
-"""`Call`: what the routes that generate have in common, from the body to the usage."""
+"""`ApiCall`: what the routes that generate have in common, from the body to the usage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rooflax.completion import Completion, Delta
 from rooflax.errors import EngineError
 from rooflax.server.answers import Events, Json, while_connected
 from rooflax.server.errors import ApiError
-from rooflax.server.fields import Table
+from rooflax.server.fields import FieldTable
 from rooflax.server.sampling import seed_of
 from rooflax.server.service import Service
 
@@ -81,7 +81,7 @@ class Usage:
 
 
 @dataclass
-class Call:
+class ApiCall:
     """One request to a route that generates.
 
     Attributes:
@@ -111,12 +111,12 @@ class Call:
         cls,
         service: Service,
         request: Request,
-        table: Table,
+        table: FieldTable,
         body: Any,
         prefix: str,
         *,
         reports: bool = False,
-    ) -> Call:
+    ) -> ApiCall:
         """Checks the body by the route's table.
 
         Args:

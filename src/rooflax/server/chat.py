@@ -14,18 +14,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rooflax.server.answers import DONE, event
-from rooflax.server.call import Call, token_ids
+from rooflax.server.call import ApiCall, token_ids
 from rooflax.server.completions import failed
 from rooflax.server.reader import Event
 from rooflax.server.service import Service
 from rooflax.server.tables import CHAT
-from rooflax.server.turn import Piece, Spelled, Turn
+from rooflax.server.turn import ChatTurn, Piece, Spelled
 
 
 async def chat(service: Service, request: Request, body: Any) -> Response:
     """POST /v1/chat/completions: a conversation goes on."""
-    call = Call.of(service, request, CHAT, body, "chatcmpl")
-    answer = _Answer(call)
+    call = ApiCall.of(service, request, CHAT, body, "chatcmpl")
+    answer = _ChatAnswer(call)
     if call.is_streamed:
         usage = call.stream_option("include_usage"), call.stream_option("continuous_usage_stats")
         return call.events(answer.stream(*usage), failed)
@@ -45,10 +45,10 @@ class _Whole:
     last: Piece | None = None
 
 
-class _Answer:
-    def __init__(self, call: Call):
+class _ChatAnswer:
+    def __init__(self, call: ApiCall):
         self.call = call
-        self.turn = Turn(call, call.fields)
+        self.turn = ChatTurn(call, call.fields)
         self.spelling = call.service.spelling
         field_of = call.service.settings.reasoning_field
         names = ("reasoning_content", "reasoning") if field_of == "both" else (field_of,)

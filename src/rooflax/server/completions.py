@@ -13,7 +13,7 @@ from starlette.responses import Response
 from rooflax.completion import Completion, Delta
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.server.answers import DONE, event
-from rooflax.server.call import Call, check_finished, completions_of, token_ids
+from rooflax.server.call import ApiCall, check_finished, completions_of, token_ids
 from rooflax.server.errors import ApiError, openai_body
 from rooflax.server.sampling import Place, form_field, form_of, sampling_params
 from rooflax.server.service import Service
@@ -24,9 +24,9 @@ DEFAULT_MAX_TOKENS = 16
 
 async def completions(service: Service, request: Request, body: Any) -> Response:
     """POST /v1/completions: text goes on."""
-    call = Call.of(service, request, COMPLETIONS, body, "cmpl")
+    call = ApiCall.of(service, request, COMPLETIONS, body, "cmpl")
     prompts = _prompts(call.fields["prompt"])
-    answer = _Answer(call, prompts, await _params(call, len(prompts)))
+    answer = _CompletionAnswer(call, prompts, await _params(call, len(prompts)))
     if call.is_streamed:
         usage = call.stream_option("include_usage"), call.stream_option("continuous_usage_stats")
         return call.events(answer.stream(*usage), failed)
@@ -61,7 +61,7 @@ def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
     return prompts
 
 
-async def _params(call: Call, num_prompts: int) -> SamplingParams:
+async def _params(call: ApiCall, num_prompts: int) -> SamplingParams:
     fields = call.fields
     max_tokens, echo = fields.get("max_tokens", DEFAULT_MAX_TOKENS), fields.get("echo", False)
     samples, logprobs = fields.get("n", 1), fields.get("logprobs")
@@ -93,10 +93,10 @@ async def _params(call: Call, num_prompts: int) -> SamplingParams:
 
 
 @dataclass
-class _Answer:
+class _CompletionAnswer:
     """Response with the samples of every prompt."""
 
-    call: Call
+    call: ApiCall
     prompts: list[str | list[int]]
     params: SamplingParams
 

@@ -10,7 +10,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rooflax.server.call import Call
+from rooflax.server.call import ApiCall
 from rooflax.server.errors import ApiError
 from rooflax.server.service import Service
 from rooflax.server.tables import EMBEDDINGS, MAX_TEXTS, RERANK
@@ -24,7 +24,7 @@ Encode = Callable[["Embedder"], list[list[int]]]
 async def embeddings(service: Service, request: Request, body: Any) -> Response:
     """POST /v1/embeddings: vectors of texts."""
     _check(service, scores=False)
-    call = Call.of(service, request, EMBEDDINGS, body, "embd")
+    call = ApiCall.of(service, request, EMBEDDINGS, body, "embd")
     texts, dimensions = _texts(call.fields["input"]), call.fields.get("dimensions")
     embedder = service.ready().llm.embedder
     embedder.check_dimensions(dimensions)
@@ -45,7 +45,7 @@ async def embeddings(service: Service, request: Request, body: Any) -> Response:
 async def rerank(service: Service, request: Request, body: Any) -> Response:
     """POST /v1/rerank: scores of documents, with the bodies of Cohere and Jina."""
     _check(service, scores=True)
-    call = Call.of(service, request, RERANK, body, "rerank")
+    call = ApiCall.of(service, request, RERANK, body, "rerank")
     asked, embedder = call.fields, service.ready().llm.embedder
     documents = [text if isinstance(text, str) else text.get("text") for text in asked["documents"]]
     if not 1 <= len(documents) <= MAX_TEXTS:
@@ -94,7 +94,7 @@ def _texts(listed: str | list[Any]) -> list[str | list[int]]:
     return listed
 
 
-async def _pooled(call: Call, encode: Encode, count: int) -> Any:
+async def _pooled(call: ApiCall, encode: Encode, count: int) -> Any:
     """The texts' sequences, each with its vector."""
     service, engine = call.service, call.service.ready()
     with service.reserved(min(count, service.slots), call.owner):
@@ -107,7 +107,7 @@ async def _pooled(call: Call, encode: Encode, count: int) -> Any:
     return done
 
 
-def _usage(call: Call) -> dict[str, int]:
+def _usage(call: ApiCall) -> dict[str, int]:
     tokens = call.usage.prompt_tokens
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 

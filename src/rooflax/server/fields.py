@@ -22,7 +22,7 @@ class Field:
     """A field of a JSON object.
 
     Attributes:
-        type: of a value as msgspec knows it, or a `Table`, or a list of one `Table`.
+        type: of a value as msgspec knows it, or a `FieldTable`, or a list of one `FieldTable`.
         text: what it does; of a rejected field, why.
         policy: a label changes no token and is accepted; "rejected" is an error.
         harmless: values of a rejected field that mean what happens anyway.
@@ -42,7 +42,7 @@ def present(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-class Table:
+class FieldTable:
     """The fields of an object, by name.
 
     Args:
@@ -116,7 +116,7 @@ def _read(field: Field, path: str, value: Any, ignored: list[str] | None) -> Any
                 f"{path} is not supported: {field.text}.", code="unsupported_value", param=path
             )
         return None
-    if isinstance(field.type, Table):
+    if isinstance(field.type, FieldTable):
         return field.type.parse(value, path, ignored=ignored)
     if isinstance(field.type, list):
         if not isinstance(value, list):
@@ -158,7 +158,7 @@ def one_of(name: str, value: Any, known: Sequence[str]) -> None:
 
 
 def _schema(field: Field) -> dict[str, Any]:
-    if isinstance(field.type, Table):
+    if isinstance(field.type, FieldTable):
         schema = field.type.schema()
     elif isinstance(field.type, list):
         schema = {"type": "array", "items": field.type[0].schema()}

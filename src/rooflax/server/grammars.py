@@ -35,7 +35,7 @@ _KNOWN = {
 }
 
 
-class Grammar:
+class LarkGrammar:
     """Rules that are being written.
 
     Args:
@@ -107,7 +107,7 @@ def call_alone(
     calls = format.calls if format is not None else None
     if calls is None or calls.grammar is None:
         return None
-    grammar = Grammar(special)
+    grammar = LarkGrammar(special)
     return grammar.finish(_call(grammar, calls, name, schema))
 
 
@@ -137,7 +137,7 @@ def call_grammar(
     written = calls.grammar if calls is not None else None
     if calls is None or written is None:
         return None
-    grammar = Grammar(special)
+    grammar = LarkGrammar(special)
     # Beside a form that begins as a call does, both have to be the same kind of rule.
     write = _json_call if form and calls.style == "json" and calls.is_whole_message else _call
     call = grammar.choice([write(grammar, calls, name, each) for name, each in schemas.items()])
@@ -155,7 +155,7 @@ def call_grammar(
 
 
 def _with_text(
-    grammar: Grammar,
+    grammar: LarkGrammar,
     calls: Calls,
     schemas: Mapping[str, Any],
     parts: tuple[str, str],
@@ -204,7 +204,7 @@ def _escaped(text: str) -> str:
     return re.escape(text).replace("/", r"\/")
 
 
-def _thought(grammar: Grammar, format: Format, thinks: Thinks) -> str:
+def _thought(grammar: LarkGrammar, format: Format, thinks: Thinks) -> str:
     """Optional or required prefix before the answer: reasoning or channels."""
     if format.channels is not None:
         ways = [
@@ -234,7 +234,7 @@ def behind_reasoning(
         return dict(form)
     if "grammar" in form and thinks == "may":
         return dict(form)
-    grammar = Grammar(special)
+    grammar = LarkGrammar(special)
     answer = grammar.rule(_form(form, "reasoning"))
     opened = f"{grammar.text(format.channels.answer)} " if format.channels else ""
     thought = _thought(grammar, format, thinks)
@@ -266,7 +266,13 @@ def _form(form: Mapping[str, Any], beside: str) -> str:
 
 
 def _call(
-    grammar: Grammar, calls: Calls, name: str, schema: Any, *, skipped: str = "", before: str = ""
+    grammar: LarkGrammar,
+    calls: Calls,
+    name: str,
+    schema: Any,
+    *,
+    skipped: str = "",
+    before: str = "",
 ) -> str:
     """One call, without the part of its head that was said already."""
     assert calls.grammar is not None
@@ -290,7 +296,7 @@ def _call(
     return f"{opened} {grammar.json(_object(schema))} {grammar.text(after)}"
 
 
-def _json_call(grammar: Grammar, calls: Calls, name: str, schema: Any) -> str:
+def _json_call(grammar: LarkGrammar, calls: Calls, name: str, schema: Any) -> str:
     """One call as JSON of a schema."""
     key = calls.arguments_key
     arguments = _moved(_object(schema), f"#/properties/{key}")
@@ -315,7 +321,7 @@ def _moved(schema: Any, to: str) -> Any:
     }
 
 
-def _tagged(grammar: Grammar, calls: Calls, schema: Mapping[str, Any]) -> str:
+def _tagged(grammar: LarkGrammar, calls: Calls, schema: Mapping[str, Any]) -> str:
     """Parameters one by one: texts as they are, everything else as JSON."""
     tags, shared = calls.tags, {k: schema[k] for k in ("$defs", "definitions") if k in schema}
     assert tags is not None
@@ -336,7 +342,7 @@ def _tagged(grammar: Grammar, calls: Calls, schema: Mapping[str, Any]) -> str:
     return " ".join(parameters) or '""'
 
 
-def _any_tagged(grammar: Grammar, tags: Tags) -> str:
+def _any_tagged(grammar: LarkGrammar, tags: Tags) -> str:
     """Parameters of any names and texts."""
     value = grammar.until(tags.value_close)
     head, behind = grammar.text(tags.key_open), grammar.text(tags.key_close + tags.value_open)
@@ -370,7 +376,7 @@ def _check(schema: Mapping[str, Any], known: set[str]) -> None:
 class _Values:
     """Values of a notation by their schemas."""
 
-    def __init__(self, grammar: Grammar, notation: Notation, root: Mapping[str, Any]):
+    def __init__(self, grammar: LarkGrammar, notation: Notation, root: Mapping[str, Any]):
         self._grammar, self._notation, self._root = grammar, notation, root
         self._refs: dict[str, str] = {}
         self._any = ""

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from rooflax.fields.declaration import MESSAGES as MESSAGES_API
 from rooflax.loading.messages import call_arguments
 from rooflax.server.answers import Json, event
-from rooflax.server.call import Call
+from rooflax.server.call import ApiCall
 from rooflax.server.errors import ApiError, anthropic_body
 from rooflax.server.fields import convert, one_of, present
 from rooflax.server.reader import Event
@@ -21,7 +21,7 @@ from rooflax.server.rendering import render, tells_effort
 from rooflax.server.sampling import renamed
 from rooflax.server.service import Service
 from rooflax.server.tables import COUNT_TOKENS, FUNCTION, MESSAGES, SYSTEM
-from rooflax.server.turn import Turn
+from rooflax.server.turn import ChatTurn
 
 BILLING = "x-anthropic-billing-header"
 """Begins a text that differs with every request, and so would share no cached prompt."""
@@ -31,9 +31,9 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 
 async def messages(service: Service, request: Request, body: Any) -> Response:
     """POST /v1/messages: Anthropic's API."""
-    call = Call.of(service, request, MESSAGES, body, "msg", reports=True)
+    call = ApiCall.of(service, request, MESSAGES, body, "msg", reports=True)
     call.id = call.id.replace("msg-", "msg_", 1)
-    answer = _Answer(call)
+    answer = _MessageAnswer(call)
     if call.fields.get("stream"):
         return call.events(answer.stream(), answer.failed)
     return await call.whole(answer.whole())
@@ -41,12 +41,12 @@ async def messages(service: Service, request: Request, body: Any) -> Response:
 
 async def count_tokens(service: Service, request: Request, body: Any) -> Response:
     """POST /v1/messages/count_tokens: how many tokens a prompt would have."""
-    call = Call.of(service, request, COUNT_TOKENS, body, "msg", reports=True)
+    call = ApiCall.of(service, request, COUNT_TOKENS, body, "msg", reports=True)
     prompt = await render(service, chat_fields(call))
     return Json({"input_tokens": len(prompt.ids)}, headers=call.headers)
 
 
-def chat_fields(call: Call) -> dict[str, Any]:
+def chat_fields(call: ApiCall) -> dict[str, Any]:
     """The same request as a chat's.
 
     Raises:
@@ -74,7 +74,7 @@ def chat_fields(call: Call) -> dict[str, Any]:
     return chat_values | _effort(call)
 
 
-def _effort(call: Call) -> dict[str, Any]:
+def _effort(call: ApiCall) -> dict[str, Any]:
     """Reasoning effort; settings that the template does not read are reported."""
     thinking, ignored = present(call.fields.get("thinking", {})), call.ignored
     effort = call.fields.get("output_config", {}).get("effort")
@@ -214,12 +214,12 @@ def _choice(choice: Mapping[str, Any]) -> dict[str, Any]:
 _OF_TOOL = ("type", "input_schema", "cache_control")
 
 
-class _Answer:
+class _MessageAnswer:
     """The blocks of one answer; their events are all that a stream sends."""
 
-    def __init__(self, call: Call):
+    def __init__(self, call: ApiCall):
         self.call = call
-        self.turn = Turn(call, chat_fields(call))
+        self.turn = ChatTurn(call, chat_fields(call))
         self.blocks: list[dict[str, Any]] = []
         self.called, self.arguments = Event("call", ""), ""
         self.is_open = False

@@ -25,7 +25,7 @@ _RESERVED = frozenset(
 
 
 @dataclass(frozen=True)
-class Prompt:
+class ChatPrompt:
     """Rendered prompt.
 
     Attributes:
@@ -50,7 +50,7 @@ class Prompt:
         return "may" if self.may_think and not tail.rstrip().endswith(reasoning.close) else "not"
 
 
-async def render(service: Service, fields: Mapping[str, Any]) -> Prompt:
+async def render(service: Service, fields: Mapping[str, Any]) -> ChatPrompt:
     """The prompt of a conversation.
 
     Args:
@@ -84,7 +84,7 @@ async def render(service: Service, fields: Mapping[str, Any]) -> Prompt:
     reasoning = format.reasoning
     is_known = reasoning is not None and reasoning.open.strip() in (template or "")
     may_think = is_known and not answer
-    return Prompt(ids, format, choice, may_think)
+    return ChatPrompt(ids, format, choice, may_think)
 
 
 def _variables(fields: Mapping[str, Any], read: frozenset[str]) -> dict[str, Any]:

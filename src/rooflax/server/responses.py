@@ -13,7 +13,7 @@ from starlette.responses import Response
 from rooflax.fields.declaration import RESPONSES as RESPONSES_API
 from rooflax.loading.messages import call_arguments
 from rooflax.server.answers import Json, event
-from rooflax.server.call import Call
+from rooflax.server.call import ApiCall
 from rooflax.server.errors import ApiError
 from rooflax.server.fields import convert, present
 from rooflax.server.reader import Event
@@ -21,7 +21,7 @@ from rooflax.server.rendering import ROLES, render, tells_effort, text_of
 from rooflax.server.sampling import renamed
 from rooflax.server.service import Service
 from rooflax.server.tables import FUNCTION, INPUT_TOKENS, RESPONSES
-from rooflax.server.turn import Spelled, Turn
+from rooflax.server.turn import ChatTurn, Spelled
 
 LOGPROBS = "message.output_text.logprobs"
 _SKIPPED = ("web_search_call", "compaction", "file_search_call", "computer_call")
@@ -29,9 +29,9 @@ _SKIPPED = ("web_search_call", "compaction", "file_search_call", "computer_call"
 
 async def responses(service: Service, request: Request, body: Any) -> Response:
     """POST /v1/responses: a conversation goes on; nothing is stored."""
-    call = Call.of(service, request, RESPONSES, body, "resp", reports=True)
+    call = ApiCall.of(service, request, RESPONSES, body, "resp", reports=True)
     call.id = call.id.replace("resp-", "resp_", 1)
-    answer = _Answer(call)
+    answer = _ResponseAnswer(call)
     if call.fields.get("stream"):
         return call.events(answer.stream(), answer.failed)
     return await call.whole(answer.whole())
@@ -39,13 +39,13 @@ async def responses(service: Service, request: Request, body: Any) -> Response:
 
 async def input_tokens(service: Service, request: Request, body: Any) -> Response:
     """The route that counts what a prompt would have."""
-    call = Call.of(service, request, INPUT_TOKENS, body, "resp", reports=True)
+    call = ApiCall.of(service, request, INPUT_TOKENS, body, "resp", reports=True)
     prompt = await render(service, chat_fields(call))
     document = {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
     return Json(document, headers=call.headers)
 
 
-def chat_fields(call: Call) -> dict[str, Any]:
+def chat_fields(call: ApiCall) -> dict[str, Any]:
     """The same request as a chat's.
 
     Raises:
@@ -190,14 +190,14 @@ def _assistant(messages: list[dict[str, Any]], reasoning: str) -> dict[str, Any]
     return messages[-1]
 
 
-class _Answer:
+class _ResponseAnswer:
     """The items of one answer; their events are all that a stream sends."""
 
-    def __init__(self, call: Call):
+    def __init__(self, call: ApiCall):
         self.call = call
         fields = chat_fields(call)
         self.tools = fields["tools"]
-        self.turn = Turn(call, fields, "max_output_tokens")
+        self.turn = ChatTurn(call, fields, "max_output_tokens")
         self.output: list[dict[str, Any]] = []
         self.number = 0
         self.is_open = False

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from rooflax.async_llm import AsyncLLM
 
 log = logging.getLogger("rooflax.server")
-State = Literal["loading", "ready", "draining", "failed"]
+ServiceState = Literal["loading", "ready", "draining", "failed"]
 RETRY_LOADING_S, LONGEST_RETRY_S = 5, 30
 MAX_WAITING_CONTEXTS = 8
 """Prompt tokens of all open requests, in contexts beyond those that run."""
@@ -62,7 +62,7 @@ class Service:
         self.cancelled, self.rejected = Counter[str](), Counter[str]()
         self.failed_calls = 0
         self._has_said_generic = False
-        self._state: State = "loading"
+        self._state: ServiceState = "loading"
         self._open_by_owner, self._tokens_by_owner = Counter[str](), Counter[str]()
         self._num_texts = self.num_body_bytes = 0
         self._mean_s = 1.0  # of the last requests, for Retry-After
@@ -90,7 +90,7 @@ class Service:
         self._state = "draining"
 
     @property
-    def state(self) -> State:
+    def state(self) -> ServiceState:
         """As of now; an engine that died or is stuck has failed."""
         if self._state in ("ready", "draining") and self.engine is not None:
             health = self.engine.health()
@@ -199,7 +199,7 @@ class Service:
             self._mean_s += 0.1 * (time.monotonic() - started - self._mean_s)
 
     def no_place(self, owner: str) -> ApiError | None:
-        """Error if no further request can be opened, before a body is read; None without an engine."""
+        """Error if no further request fits, before a body is read; None without an engine."""
         with contextlib.suppress(ApiError):
             return self._no_place() if self._is_over(1, owner) else None
         return None

@@ -16,7 +16,7 @@ from rooflax.engine.sampling_params import SamplingParams
 from rooflax.fields.sampling import OF_CHECKPOINT, SAMPLING
 from rooflax.server.answers import Json
 from rooflax.server.errors import ApiError
-from rooflax.server.fields import Table
+from rooflax.server.fields import FieldTable
 from rooflax.server.formats import HARMONY
 from rooflax.server.rendering import efforts, render
 from rooflax.server.service import RETRY_LOADING_S, Service
@@ -54,7 +54,7 @@ def _card(service: Service, name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _parsed(service: Service, table: Table, body: Any) -> dict[str, Any]:
+def _parsed(service: Service, table: FieldTable, body: Any) -> dict[str, Any]:
     fields = table.parse(body, ignored=[] if service.settings.reports_unknown_fields else None)
     service.resolve(fields.get("model"))
     return fields

@@ -1,4 +1,4 @@
-"""`Turn`: an assistant's answers to one conversation, piece by piece, for every chat-like API."""
+"""`ChatTurn`: the answers to one conversation, piece by piece, for every chat-like API."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rooflax.completion import Delta
-from rooflax.server.call import Call, check_finished
+from rooflax.server.call import ApiCall, check_finished
 from rooflax.server.errors import ApiError
 from rooflax.server.grammars import Thinks, behind_reasoning
 from rooflax.server.reader import Event, Reader
-from rooflax.server.rendering import Prompt, render
+from rooflax.server.rendering import ChatPrompt, render
 from rooflax.server.sampling import form_field, form_of, sampling_params
 from rooflax.server.tools import new_call_id
 
@@ -60,7 +60,7 @@ class Piece:
     finish_reason: str | None
 
 
-class Turn:
+class ChatTurn:
     """One conversation's samples.
 
     Args:
@@ -71,10 +71,10 @@ class Turn:
         prompt: once the pieces have begun.
     """
 
-    def __init__(self, call: Call, fields: Mapping[str, Any], most_field: str | None = None):
+    def __init__(self, call: ApiCall, fields: Mapping[str, Any], most_field: str | None = None):
         self.call, self.fields = call, fields
         self.num_samples: int = fields.get("n", 1)
-        self.prompt: Prompt | None = None
+        self.prompt: ChatPrompt | None = None
         self._readers: dict[int, Reader] = {}
         self._waiting: dict[int, list[dict[str, Any]]] = defaultdict(list)
         self._most = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
@@ -170,7 +170,7 @@ class Turn:
         del waiting[: len(parts)], reader.spans[: len(parts)]
         return [part for part in parts if part is not None]
 
-    async def _grammars(self, prompt: Prompt, thinks: Thinks) -> dict[str, Any]:
+    async def _grammars(self, prompt: ChatPrompt, thinks: Thinks) -> dict[str, Any]:
         service, choice = self.call.service, prompt.choice
         special, trials = service.special, choice.trials(service.special)
         fault_list = await service.faults(list(trials.values()))

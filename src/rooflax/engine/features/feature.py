@@ -16,7 +16,7 @@ from rooflax.engine.sequence import FeatureState, Sequence, StepOutput
 if TYPE_CHECKING:
     from rooflax.engine.metrics import Metrics
     from rooflax.engine.packing import StepResult
-    from rooflax.engine.runner import Call, Compiled, Runner
+    from rooflax.engine.runner import Compiled, Runner, StepCall
     from rooflax.engine.scheduler import Scheduler, StepPlan
     from rooflax.nn.engine_config import EngineConfig
 
@@ -101,7 +101,7 @@ class Feature:
         """The plan, with what the feature adds to it."""
         return plan
 
-    def after_call(self, call: Call, result: StepResult, times: CallTimes) -> None:
+    def after_call(self, call: StepCall, result: StepResult, times: CallTimes) -> None:
         """Handles a device call before its tokens are appended; a sequence that it restarts or
         finishes gets none of them."""
 

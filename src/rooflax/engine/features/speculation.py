@@ -20,7 +20,7 @@ from rooflax.nn.execution import DEFAULT_DRAFT_TOKENS
 
 if TYPE_CHECKING:
     from rooflax.engine.packing import StepResult
-    from rooflax.engine.runner import Call, Compiled
+    from rooflax.engine.runner import Compiled, StepCall
     from rooflax.engine.scheduler import StepPlan
 
 LONGEST_NGRAM, SHORTEST_NGRAM = 4, 2
@@ -161,7 +161,7 @@ class Speculation(Feature):
             return plan
         return replace(plan, lookahead=drafts) if drafts else plan
 
-    def after_call(self, call: Call, result: StepResult, times: CallTimes) -> None:
+    def after_call(self, call: StepCall, result: StepResult, times: CallTimes) -> None:
         rows, seconds = len(call.sequences), times.ended_s - times.prepared_s
         if call.lookahead is not None:
             self._count(call, result, call.lookahead, seconds)
@@ -169,7 +169,7 @@ class Speculation(Feature):
             self.decoded(rows, result.num_steps, seconds)
 
     def _count(
-        self, call: Call, result: StepResult, lookahead: list[list[int]], seconds: float
+        self, call: StepCall, result: StepResult, lookahead: list[list[int]], seconds: float
     ) -> None:
         """Counts accepted drafts; a row that drafts made non-finite restarts without them."""
         metrics, blocks = self.core.metrics, self.core.scheduler.blocks

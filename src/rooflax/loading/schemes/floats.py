@@ -170,7 +170,7 @@ def _e2m1_numbers(
 
 
 @dataclass(frozen=True)
-class Fp8:
+class Fp8Scheme:
     """e4m3 tensors X with scales X_scale_inv or X_scale: of DeepSeek, Qwen, FBGEMM."""
 
     block: tuple[int, int] | None
@@ -189,7 +189,7 @@ class Fp8:
         return CodedTensors(coded, {name for name in tensors.names if is_unused(name)})
 
 
-def read_fp8(reader: ConfigReader) -> Fp8:
+def read_fp8(reader: ConfigReader) -> Fp8Scheme:
     """The scheme of DeepSeek, Qwen and Mistral; errors as of `gptq.read_gptq`."""
     reader.expect("fmt", "e4m3", "float8_e4m3fn")
     reader.choice("activation_scheme", ("dynamic", "static"), "dynamic")
@@ -206,10 +206,10 @@ def read_fp8(reader: ConfigReader) -> Fp8:
             f"config.json has weight_block_size = {block!r:.80}; it must be two whole numbers "
             f"above 0."
         )
-    return Fp8((block[0], block[1]))
+    return Fp8Scheme((block[0], block[1]))
 
 
-def read_fbgemm(reader: ConfigReader) -> Fp8:
+def read_fbgemm(reader: ConfigReader) -> Fp8Scheme:
     """The scheme of FBGEMM, with a scale for each output."""
     reader.waive("modules_to_not_convert", "activation_scale_ub", "quantization_type")
-    return Fp8(None)
+    return Fp8Scheme(None)

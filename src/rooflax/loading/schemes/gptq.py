@@ -41,7 +41,7 @@ AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 @dataclass(frozen=True)
-class Settings:
+class GptqSettings:
     """Settings in config.json, of all modules or of one.
 
     Attributes:
@@ -55,10 +55,10 @@ class Settings:
     symmetric: bool
     ordered: bool
 
-    def changed(self, values: Mapping[str, Any]) -> Settings:
+    def changed(self, values: Mapping[str, Any]) -> GptqSettings:
         """Copies the settings with a module's own values."""
         reader = ConfigReader(values, path="quantization_config.dynamic.")
-        settings = Settings(
+        settings = GptqSettings(
             _bits(reader, "bits", self.bits),
             _group(reader, "group_size", self.group),
             reader.flag("sym", self.symmetric),
@@ -77,9 +77,9 @@ class Gptq:
         by_pattern: patterns of modules with settings of their own, the first match counting.
     """
 
-    settings: Settings
+    settings: GptqSettings
     less_one: bool
-    by_pattern: list[tuple[Any, Settings]] = field(default_factory=list)
+    by_pattern: list[tuple[Any, GptqSettings]] = field(default_factory=list)
 
     def find(self, tensors: Tensors) -> CodedTensors:
         coded = {n: self._coded(tensors, m) for n, m in modules(tensors, "qweight").items()}
@@ -189,7 +189,7 @@ def read_gptq(reader: ConfigReader) -> Gptq:
         UnsupportedModelError: a key that is not known, or a value that is not read.
         CheckpointError: an impossible value.
     """
-    settings = Settings(
+    settings = GptqSettings(
         _bits(reader, "bits"),
         _group(reader, "group_size", 128),
         reader.flag("sym", True),

@@ -35,7 +35,7 @@ Halves = tuple[Any, Any]
 def attention_step(
     new: Projected, k_pool: Pool, v_pool: Pool, sequences: Sequences, args: AttentionArgs
 ) -> tuple[Float[Array, "T N H"], PoolLeaf, PoolLeaf]:
-    """Attention step as `Projected` and `paged_attention` describe it, for rows of one token each."""
+    """Attention step, see `Projected` and `paged_attention`, for rows of one token each."""
     from rooflax.ops.mosaic import launch
 
     qkv = new.qkv[0]

@@ -28,7 +28,7 @@ from rooflax.ops.linear.gpu_rows import (
     most_warpgroups,
     warpgroups_of,
 )
-from rooflax.ops.linear.gpu_values import GROUPS, HALF, Share, Source, fuses, gated, operands
+from rooflax.ops.linear.gpu_values import GROUPS, HALF, Share, ValueSource, fuses, gated, operands
 from rooflax.ops.linear.prologue import Activation, ClampedSwiglu, Norm, Prologue, applied
 from rooflax.ops.weights import StoredOperand
 
@@ -178,7 +178,7 @@ class _Kernel:
         """Scale of a row's norm."""
         from rooflax.ops.mosaic import pl, store
 
-        source = Source(refs["groups"], None, self.prologue, refs["x"].dtype, self.inner)
+        source = ValueSource(refs["groups"], None, self.prologue, refs["x"].dtype, self.inner)
         groups = pl.ds(warpgroup * GROUPS, GROUPS)
         share = Share(self.inner // HALF, self.warpgroups, warpgroup)
         store(refs["squares"].at[groups], source.squares_of(row, share))

@@ -28,7 +28,7 @@ from rooflax.ops.linear.gpu_values import (
     GROUPS,
     Packing,
     Share,
-    Source,
+    ValueSource,
     begin_of,
     fuses,
     operands,
@@ -225,7 +225,7 @@ class _Kernel:
             packed, helpers = refs["packed"].at[warpgroup], 1
         groups, number = self.word_rows, warpgroup if helpers > 1 else jnp.int32(0)
         inner = groups * packing.slots
-        source = Source(refs["x"], refs.get("weight"), self.prologue, refs["x"].dtype, inner)
+        source = ValueSource(refs["x"], refs.get("weight"), self.prologue, refs["x"].dtype, inner)
         share, scale = Share(groups, helpers, number), None
         if groups % GROUPS:
 

@@ -140,7 +140,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Source:
+class ValueSource:
     """Rows in memory and what happens to them: references, as a kernel has them.
 
     Attributes:
@@ -232,7 +232,7 @@ def gated(prologue: Activation | ClampedSwiglu, gate: jax.Array, up: jax.Array) 
 def operands(
     x: Float[Array, "rows width"], slots: int, prologue: Prologue | None
 ) -> tuple[Float[Array, "rows copies groups slots"], list[Float[Array, "groups slots"]]]:
-    """Rows and the weight of a norm, as `Source` has them."""
+    """Rows and the weight of a norm, as `ValueSource` has them."""
     copies = 2 if getattr(prologue, "gated", False) else 1
     x = x.reshape(len(x), copies, -1, slots)
     weights = []
@@ -266,7 +266,7 @@ def packed_values(
 
     def body(x_ref: Any, *refs: Any) -> None:
         *weight, out_ref = refs
-        source = Source(x_ref, weight[0] if weight else None, prologue, dtype, inner)
+        source = ValueSource(x_ref, weight[0] if weight else None, prologue, dtype, inner)
         row, at = (jax.lax.axis_index(axis) for axis in ("row", "tile"))
         scale = None
         if weight:

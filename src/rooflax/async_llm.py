@@ -184,7 +184,7 @@ class AsyncLLM:
         if self._bank is None:
             raise RequestError("There are no slots of adapters; start with `loras`.")
         info = self.llm.info
-        async with self._loading:  # one after the other: each goes on from the bank before
+        async with self._loading:  # one after the other: each starts from the latest bank
             bank = await self._in_thread(partial(self._bank.with_adapter, name, str(folder), info))
             model = await self._in_thread(partial(bank.beside, whole(self.llm.model), info))
             self.llm.model = self._thread.engine.runner.model = model
@@ -259,7 +259,7 @@ class AsyncLLM:
     async def _samples(
         self, prompt: Prompt, params: SamplingParams, cache_salt: str, adapter: tuple[int, str]
     ) -> list[Sample]:
-        """A request's sequences; what takes long is done beside the loop, so that streams go on."""
+        """Makes a request's sequences; slow work runs beside the loop, so that streams continue."""
         loop, processor = asyncio.get_running_loop(), self.llm.processor
         if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
             ids = await loop.run_in_executor(self._texts, processor.prompt_ids, prompt)
@@ -268,7 +268,7 @@ class AsyncLLM:
         while not processor.grammars.has(params):
             with processor.grammars.compiling(self._compiler, params) as compiled:
                 waiting = asyncio.wrap_future(compiled)
-                waiting.add_done_callback(_seen)  # even where nobody waits any more
+                waiting.add_done_callback(_seen)  # even if the caller is gone
                 await asyncio.shield(waiting)  # others may wait for it too
         return processor.samples(0, ids, params, cache_salt, adapter)
 
@@ -437,7 +437,7 @@ class AsyncLLM:
     async def shutdown(self, *, drain: bool = True) -> None:
         """Takes no more requests; those at hand finish (drain), or end with "abort"."""
         self._thread.stop(drain=drain)
-        with ThreadPoolExecutor(1) as alone:  # behind nobody's work
+        with ThreadPoolExecutor(1) as alone:  # a thread of its own
             await asyncio.get_running_loop().run_in_executor(alone, self._thread.join)
         for pool in (self._texts, self._compiler):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -450,7 +450,7 @@ class AsyncLLM:
 
 
 def _seen(done: asyncio.Future[Any]) -> None:
-    """An error that nobody takes is not logged."""
+    """Keeps an unread error out of the log."""
     if not done.cancelled():
         done.exception()
 

@@ -75,12 +75,12 @@ class Delta:
 
     @property
     def finish_reason(self) -> str | None:
-        """The completion's; None while the stream goes on."""
+        """The completion's; None while the stream runs."""
         return None if self.completion is None else self.completion.finish_reason
 
     @property
     def stop_reason(self) -> str | int | None:
-        """The completion's; None while the stream goes on."""
+        """The completion's; None while the stream runs."""
         return None if self.completion is None else self.completion.stop_reason
 
 

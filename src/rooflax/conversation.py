@@ -1,4 +1,4 @@
-"""A conversation's turns, and the token ids of what the model shall go on with.
+"""A conversation's turns, and the token ids of its prompt.
 
 With a chat template the turns are messages; without one they are one growing text. When they
 outgrow the context the oldest are forgotten. No terminal here.

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 MAX_MEANT = 80
-"""Characters of a name that may be a mistyped one; looking for what is meant takes time."""
+"""Characters of a name that may be a mistyped one; the search takes time."""
 
 OTHER_NAMES = {
     "temp": "temperature",

@@ -26,7 +26,7 @@ STACK_BYTES = 4 << 20
 WORK_STACK_BYTES = 256 << 10
 """Of the thread that makes a mask, less than any thread of an engine has."""
 WHITESPACE = " "
-"""Between the parts of JSON, at most once: small models go on with white space for ever. A schema's
+"""Between the parts of JSON, at most once: small models repeat white space for ever. A schema's
 own "x-guidance": {"whitespace_pattern": ...} wins."""
 MAX_LEXER_STATES = 25_000
 """About 2 kB each."""

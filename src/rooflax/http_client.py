@@ -150,7 +150,7 @@ class Connection(asyncio.Protocol):
             address: of the server's host; None looks it up.
 
         Raises:
-            OSError: nobody answers there.
+            OSError: the server does not answer.
         """
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(CONNECT_S):

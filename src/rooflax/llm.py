@@ -372,7 +372,7 @@ class LLM:
                     stepped = engine.step()
                 for output in stepped:
                     sample = by_sequence.get(id(output.sequence))
-                    if sample is None:  # a beam that nobody asked for
+                    if sample is None:  # a beam beyond `n`
                         continue
                     delta = sample.take(output, self.load_s, compiled)
                     if delta.completion is not None:

@@ -186,7 +186,7 @@ class Grammars:
             self._compile_once(structured_output) if matcher is None else matcher, self, ends
         )
         if constraint.error is not None:
-            raise RequestError(f"{structured_output[0]} lets nothing begin. {constraint.error}")
+            raise RequestError(f"{structured_output[0]} has no valid output. {constraint.error}")
         if constraint.is_complete:
             raise RequestError(
                 f"{structured_output[0]} allows no text but the empty one; ask for another."
@@ -278,7 +278,7 @@ MARK = "\x02"
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance's TokenizerWrapper wants it.
+    """A tokenizer for llguidance's TokenizerWrapper.
 
     Called, it cuts text that the grammar forces as the tokenizer would cut it within a text.
     """

@@ -309,6 +309,6 @@ def bound_of(trials: list[Trial], cost: StepCost) -> str:
 
 
 def device_peak() -> int | None:
-    """Peak bytes in use on the device, where it says so."""
+    """Peak bytes in use on the device, if it reports them."""
     stats = jax.devices()[0].memory_stats()
     return None if not stats else stats.get("peak_bytes_in_use")

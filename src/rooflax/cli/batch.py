@@ -269,7 +269,7 @@ async def _ask(client: Client, request: BatchRequest) -> dict[str, Any]:
 
 
 async def _patient(client: Client, request: BatchRequest) -> Reply:
-    """The reply; where the server is busy, it is asked again when it says so."""
+    """Asks for the reply; retries after the time that a busy server states."""
     wait_s = 1.0
     for _ in range(MOST_TRIES - 1):
         reply = await client.post(request.path, request.body)

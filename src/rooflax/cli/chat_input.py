@@ -122,7 +122,7 @@ def _session(complete: Complete) -> PromptSession[str]:
     Raises:
         ImportError: prompt_toolkit is not installed.
     """
-    # Asked where its cursor is, a terminal may answer once nobody listens any more.
+    # Asked where its cursor is, a terminal may answer too late.
     os.environ.setdefault("PROMPT_TOOLKIT_NO_CPR", "1")
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import CompleteEvent, Completer, Completion

@@ -54,7 +54,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace, params: SamplingParams, questions: Iterable[str]) -> int:
     """Sends each question with what was said before; exits with 1 where one of them was rejected
-    and nobody is there to ask another."""
+    and stdin is no terminal."""
     server, messages = server_at(args.url, args.api_key), []
     is_watched, has_failed = terminal.is_terminal(sys.stdin), False
     if is_watched and not args.quiet:

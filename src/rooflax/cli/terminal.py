@@ -209,7 +209,7 @@ def read_stdin(flag: str) -> str:
         flag: with which it is given otherwise, and an example.
 
     Raises:
-        RequestError: it is not UTF-8, too long, or a terminal, where nobody would expect to type.
+        RequestError: it is not UTF-8, too long, or a terminal.
     """
     if is_terminal(sys.stdin):
         raise RequestError(f"nothing was given: say {flag}, or give it on stdin.")

@@ -8,7 +8,7 @@ of the next query.
 
 The blocks of the group with state are rows: one sequence's state in all those layers. A row that
 nobody owns may hold the state at a block's end, a snapshot, known by that block's hash. A sequence
-never writes into one: it goes on from a copy.
+never writes into one: it continues from a copy.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ class BlockManager:
             sequence.kv.version += 1
 
     def keep_state(self, sequence: Sequence, num_tokens: int) -> None:
-        """After a step with drafts: goes on from the state after the first of its tokens, as many
+        """After a step with drafts: continues from the state after the first of its tokens, as many
         as were accepted."""
         if self._state is not None:
             rows = sequence.kv.block_tables[self._state]

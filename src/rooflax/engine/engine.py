@@ -45,7 +45,7 @@ class Engine:
         model: with stacked layers exactly when options.layers is "scan"; any other pair is an
             EngineError.
         config: what it leaves open becomes what this model needs.
-        speculation: who drafts tokens; None is nobody.
+        speculation: the drafter; None drafts nothing.
         features: what else the engine can do.
 
     Attributes:

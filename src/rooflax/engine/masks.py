@@ -1,4 +1,4 @@
-"""`Masks`: what constrained rows may choose, as the sampler wants it: bits per slot. No jax."""
+"""`Masks`: the allowed tokens of constrained rows, as the sampler's bits per slot. No jax."""
 
 from __future__ import annotations
 

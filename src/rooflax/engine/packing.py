@@ -1,9 +1,9 @@
 """One array to the device per step and one back: their columns, and how to write and read them.
 
 Every argument of a dispatch costs about as much as a small kernel, so a step travels as one int32
-array: a few numbers of the step, columns of each sequence, and the list of all their tokens. What a
-request wants of the sampler stays on the device, one row per slot, and is sent again only when a
-slot changes hands.
+array: a few numbers of the step, columns of each sequence, and the list of all their tokens.
+Sampling parameters stay on the device, one row per slot, and are sent again only when a slot is
+reassigned.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class StepLayout:
         return packed[:HEADER], rows, tokens.reshape(-1, self.tokens) if self.dense else tokens
 
     def batch(self, packed: Int[Array, " size"], hidden: jax.Array | None = None) -> Batch:
-        """The tokens as the model wants them; inside the jitted step."""
+        """The tokens as the model's batch; inside the jitted step."""
         _, rows, tokens = self.split(packed)
         if self.dense:
             return Batch.dense(tokens, lengths=rows[:, QUERY_LEN], hidden=hidden)

@@ -1,6 +1,6 @@
 """`Runner`: turns a scheduled step into device calls of bucketed shapes and runs them.
 
-It owns the device's state: the model, the KV cache, what each slot's request wants. It chooses
+It owns the device's state: the model, the KV cache, each slot's sampling parameters. It chooses
 shapes; what runs when is the scheduler's.
 """
 

@@ -1,4 +1,4 @@
-"""`SamplingParams`: how one request wants its tokens chosen. Pure Python, no jax."""
+"""`SamplingParams`: sampling and stopping parameters of a request. Pure Python, no jax."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class SamplingParams(SamplingFields):
 
     @property
     def is_greedy(self) -> bool:
-        """Takes the most likely token, changes no logit and wants no log-probabilities.
+        """Whether it takes the most likely token, without log-probabilities or changed logits.
 
         Of parameters without unset fields.
         """

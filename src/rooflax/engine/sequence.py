@@ -73,7 +73,7 @@ class StepOutput(NamedTuple):
     Attributes:
         times_s: of each token.
         logprobs: of each token, if asked for.
-        finish_reason: None while the sequence goes on.
+        finish_reason: None while the sequence runs.
         error: what went wrong, if that is "error".
     """
 
@@ -109,7 +109,7 @@ class KVState:
         version: changes whenever one of these three does.
         block_hashes: of the full blocks, as far as anyone has asked; see BlockManager.hashes.
         num_writable_tokens: positions below it may be written: the blocks hold them, and the next
-            one is nobody else's.
+            one is not shared.
         num_published_blocks: how many blocks other sequences may share.
         adapter: the slot of the LoRA adapter that keys and values come from, from 1 on; 0 is none.
     """

@@ -39,7 +39,7 @@ class StepInput:
 
     Attributes:
         packed: the sequences and their tokens, as `layout` says.
-        params: a row per slot: what its request wants of the sampler. Stays on the device.
+        params: a row per slot: its sampling parameters. Stays on the device.
         masks: a row per slot: bits of the tokens that a constrained row may choose; None if greedy.
         greedy: every row takes the most likely token and asks for nothing else: a program of its
             own, without what would only have to be compiled.

@@ -364,7 +364,7 @@ class _Marks:
 
     The worker puts a mark in the place of each special token's string that the template itself
     holds, and so nothing that comes out of messages, tools or their keys is special, however it
-    was joined or cut. Marks are digits that nobody can guess; upper case and JSON leave them alone.
+    was joined or cut. Marks are random digits; upper case and JSON leave them alone.
 
     Args:
         strings: the special tokens'.

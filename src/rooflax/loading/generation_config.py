@@ -59,7 +59,7 @@ class GenerationDefaults:
     """Sampling defaults of a checkpoint; None where it has none.
 
     `do_sample` false or absent means greedy in transformers' `generate`. The fields here are what
-    the file says, whatever `do_sample` is: a caller who wants the reference's behaviour takes
+    the file says, whatever `do_sample` is: for the reference's behaviour take
     `greedy`.
 
     Attributes:

@@ -44,7 +44,7 @@ def read_gguf_config(
         ignore: further keys (or patterns) to pass over.
 
     Raises:
-        UnsupportedModelError: an architecture or value that we do not compute, a key nobody reads.
+        UnsupportedModelError: an architecture or value that we do not compute, an unread key.
         CheckpointError: a key is missing or has an impossible value.
     """
     reader = _reader(file)

@@ -1,7 +1,7 @@
 """Writing a model as a GGUF file that llama.cpp opens.
 
 Matrices get the type that was asked for, as llama.cpp's own quantizer would make it; norms, biases
-and the small ones that it wants so stay float32. The file appears whole or not at all.
+and small ones that it requires in float32 stay so. The file appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from rooflax.nn.weights import Slot
 FILE_TYPES = {"F32": 0, "BF16": 32, "Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15, "Q6_K": 18}
 """Types of matrices to llama.cpp's numbers of such files."""
 FLOAT32 = ("ffn_gate_inp.", "ffn_gate_inp_shexp.", "ssm_conv1d.", "shortconv.conv.")
-"""Matrices that llama.cpp wants in float32."""
+"""Matrices that llama.cpp requires in float32."""
 LARGEST = {
     "Q8_0": 8_319_008, "Q4_0": 524_032, "Q5_0": 1_048_064, "Q5_1": 65_504, "Q4_K": 4_126_752,
     "Q5_K": 4_126_752, "Q6_K": 259_921_872,

@@ -108,7 +108,9 @@ class PackedWeights:
         ]
         if unknown or wrong:
             what = f"the weight {min(unknown)!r}" if unknown else f"the format {wrong[0]!r}"
-            raise CheckpointError(f"config.json's quantization_config names {what}, which is not.")
+            raise CheckpointError(
+                f"config.json's quantization_config has {what}, which is unknown."
+            )
         self.formats = {
             slot.name: format
             for slot in slots

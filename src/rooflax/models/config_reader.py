@@ -1,6 +1,6 @@
 """Reading config.json as a closed world: every key is read, waived by name, or an error.
 
-A key that nobody reads might change the numbers; to ignore it silently would make the model
+An unread key might change the numbers; to ignore it silently would make the model
 wrong without a word. This module knows JSON values and error messages, not architectures.
 """
 
@@ -61,7 +61,7 @@ MISSING = object()
 
 
 class ConfigReader:
-    """config.json, read key by key; `finish` rejects what nobody read. A null is absence.
+    """config.json, read key by key; `finish` rejects unread keys. A null is absence.
 
     Args:
         ignore: keys (or patterns) to waive; one of an object within may be named with its path, as

@@ -1,7 +1,7 @@
 """Declaration of a family's GGUF files, and the reader of their metadata.
 
 Each family's file has one declaration, `GGUF`: metadata keys, tensor names, what llama.cpp computes
-of it. The metadata is a closed world as config.json is: a key of the architecture that nobody reads
+of it. The metadata is a closed world as config.json is: an unread key of the architecture
 is an error that names it. llama3's RoPE scaling, which such files keep as a tensor of divisors, is
 recovered as the numbers that it was made from.
 
@@ -106,12 +106,12 @@ class GGUFSpec:
             of a model and the names of the file's tensors, none of a file that is written.
         adds_one: the converter adds one to norms.
         permuted: the converter permutes rows of q and k, in layers without RoPE too.
-        square: llama.cpp wants heads as wide as the hidden states together.
+        square: llama.cpp requires heads as wide as the hidden states together.
         tied: whether llama.cpp takes the embedding for the head (False: not without a head's own
             tensor); None is both.
         output_bias, mlp_bias: llama.cpp adds such biases.
         ignores_window: llama.cpp reads the window, which is of all layers, and does not apply it.
-        lists_merges: llama.cpp wants SentencePiece tokenizers with a list of merges.
+        lists_merges: llama.cpp requires SentencePiece tokenizers with a list of merges.
         lacks: what else llama.cpp does not compute of a model ("whose ..."), None where it does.
     """
 
@@ -163,7 +163,7 @@ def write_local_theta(decoder: Decoder, raw: Raw) -> Metadata:
 
 
 class MetadataReader:
-    """The metadata of one file, read key by key; `finish` rejects what nobody read.
+    """The metadata of one file, read key by key; `finish` rejects unread keys.
 
     Args:
         architecture: as the file names it.
@@ -406,7 +406,7 @@ class MetadataReader:
         return scaling
 
     def check_required(self) -> None:
-        """Keys that llama.cpp wants of every file, where families have a default."""
+        """Keys that llama.cpp requires in every file, where families have a default."""
         for suffix in (*REQUIRED, *self.spec.required):
             keys = [key for key in self.spec.keys if key.endswith(suffix)]
             if keys and all(self.get(key) is None for key in keys):

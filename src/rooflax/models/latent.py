@@ -165,7 +165,7 @@ def _write_gguf(decoder: Decoder, raw: Raw) -> Metadata:
         "attention.head_count_kv": 1,
         "attention.value_length": part.rank,
         "attention.key_length_mla": part.nope_dim + part.rope_dim,
-        "attention.q_lora_rank": part.query_rank or 0,  # llama.cpp wants the key
+        "attention.q_lora_rank": part.query_rank or 0,  # llama.cpp requires the key
         "rope.dimension_count": part.rope_dim,
     }
 

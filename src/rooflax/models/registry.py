@@ -116,7 +116,7 @@ def read_config(raw: Mapping[str, Any], *, ignore: Sequence[str] = ()) -> tuple[
             path.
 
     Raises:
-        UnsupportedModelError: unknown model_type, a key nobody reads, a value we do not compute.
+        UnsupportedModelError: unknown model_type, an unread key, a value we do not compute.
         CheckpointError: a key is missing or has an impossible value.
         RequestError: a key to waive is not there.
     """

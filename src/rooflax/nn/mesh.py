@@ -292,7 +292,7 @@ def _local_tokens_of_list(batch: Batch, axis: str, parts: int) -> Batch:
 
 
 def gather_tokens(x: Array, batch: Batch, axes: tuple[str, ...] = (DATA, SEQUENCE)) -> Array:
-    """[rows, seq, ...] of the batch that `local_tokens` split, from everybody's."""
+    """[rows, seq, ...] of the batch that `local_tokens` split, from all shards."""
     is_list = batch.query_starts is not None
     for axis, name in ((1, SEQUENCE), (1 if is_list else 0, DATA)):
         if name in batch.split and name in axes:

@@ -61,7 +61,7 @@ MISSING: Mapping[str, Callable[[], str | None]] = {
 
 _record: dict[tuple[str, str | None], dict[Ran, None]] = {}
 """By operation and by the implementation that was asked for. A compiled program is traced once in a
-process, whoever runs it, so the record is the process's too."""
+process, whichever thread runs it, so the record is the process's too."""
 
 
 def what_ran(asked: str | None) -> dict[str, list[Ran]]:
@@ -128,7 +128,7 @@ class Operation:
         return self.backend(self._named(implementation or self.available()[-1]))
 
     def _named(self, name: str) -> str:
-        """The backend that is meant. An operation that nobody wrote a kernel for is XLA's on every
+        """The backend of this name. An operation without a kernel is XLA's on every
         platform: there "native" and "pallas" are that.
 
         Raises:

@@ -48,7 +48,7 @@ class Sampling:
         stop_ids: banned below min_position; the padding is NO_ID.
         min_position: the first position at which the row may stop.
         is_masked: 1 where the row may only choose what its mask allows, else 0.
-        num_logprobs: how many log-probabilities the row wants; -1 is none, and what comes back for
+        num_logprobs: number of log-probabilities of the row; -1 is none, and what comes back for
             it then means nothing.
         scores_adjusted: 1 where the log-probabilities that come back are those after adjustments,
             else 0.
@@ -179,7 +179,7 @@ def sample(
 
     Args:
         logits: float32.
-        params: what each slot's request wants, a `Sampling` in columns.
+        params: each slot's sampling parameters, a `Sampling` in columns.
         positions: position that the new token will have.
         counts: what each slot's sequence has seen.
         slots: each row's slot.

@@ -116,7 +116,7 @@ def dot(a: jax.Array, b: jax.Array, dimension_numbers: Dims) -> jax.Array:
 
 
 def in_place(x: jax.Array) -> jax.Array:
-    """x where it is, in HBM: XLA would bring a small stack to VMEM, with what nobody asked for."""
+    """x where it is, in HBM: XLA would bring a small stack to VMEM whole."""
     return x if interpreted() else pltpu.with_memory_space_constraint(x, pltpu.HBM)
 
 

@@ -217,7 +217,7 @@ def tagged_calls(body: str, calls: Calls, schemas: Mapping[str, Any]) -> list[To
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """A plain text as its schema wants it; text where that is not said, or does not fit."""
+    """Converts a plain text to its schema's type; text if that is missing or does not fit."""
     if not isinstance(schema, Mapping) or is_text(schema) or not set(schema) & _SAYS_TYPE:
         return text
     if "enum" in schema and text in schema["enum"]:

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: a conversation goes on."""
+"""POST /v1/chat/completions: create a chat completion."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rooflax.server.turn import ChatTurn, Piece, Spelled
 
 
 async def chat(service: Service, request: Request, body: Any) -> Response:
-    """POST /v1/chat/completions: a conversation goes on."""
+    """POST /v1/chat/completions: create a chat completion."""
     call = ApiCall.of(service, request, CHAT, body, "chatcmpl")
     answer = _ChatAnswer(call)
     if call.is_streamed:

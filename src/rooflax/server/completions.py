@@ -1,4 +1,4 @@
-"""POST /v1/completions: text goes on."""
+"""POST /v1/completions: create a text completion."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 async def completions(service: Service, request: Request, body: Any) -> Response:
-    """POST /v1/completions: text goes on."""
+    """POST /v1/completions: create a text completion."""
     call = ApiCall.of(service, request, COMPLETIONS, body, "cmpl")
     prompts = _prompts(call.fields["prompt"])
     answer = _CompletionAnswer(call, prompts, await _params(call, len(prompts)))

@@ -2,7 +2,7 @@
 
 It is the sample's decoder, so stop strings are looked for in the content only. Every token costs
 the same, however long the answer is. What is no call is content, as it was written; one whose
-arguments turn out not to parse while they are streamed says so at its end.
+streamed arguments turn out not to parse is marked at its end.
 """
 
 from __future__ import annotations

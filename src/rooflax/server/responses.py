@@ -28,7 +28,7 @@ _SKIPPED = ("web_search_call", "compaction", "file_search_call", "computer_call"
 
 
 async def responses(service: Service, request: Request, body: Any) -> Response:
-    """POST /v1/responses: a conversation goes on; nothing is stored."""
+    """POST /v1/responses: create a response; nothing is stored."""
     call = ApiCall.of(service, request, RESPONSES, body, "resp", reports=True)
     call.id = call.id.replace("resp-", "resp_", 1)
     answer = _ResponseAnswer(call)

@@ -86,7 +86,7 @@ class Service:
         self.failure, self._state = reason, "failed"
 
     def drains(self) -> None:
-        """Takes no more requests; those at hand go on."""
+        """Stops taking requests; running ones continue."""
         self._state = "draining"
 
     @property

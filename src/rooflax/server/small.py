@@ -160,7 +160,7 @@ async def tokenizer_info(service: Service, request: Request) -> Response:
 
 
 async def props(service: Service, request: Request) -> Response:
-    """GET /props: what a chat page wants to know; `decode_roofline` is as in /metrics, or null."""
+    """GET /props: settings for a chat page; `decode_roofline` is as in /metrics, or null."""
     llm = service.ready().llm
     template = llm.tokenizer.chat_template
     format = service.format

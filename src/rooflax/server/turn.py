@@ -88,7 +88,7 @@ class ChatTurn:
         self._form = form_of(fields)
 
     def call_id(self, event: Event, prefix: str = "call_") -> str:
-        """The model's own, or a new one of the kind that its template wants."""
+        """The model's own id, or a new one of the template's kind."""
         if event.id:
             return event.id
         calls = self.prompt and self.prompt.format.calls

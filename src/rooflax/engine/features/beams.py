@@ -1,4 +1,4 @@
-"""Beam search: which beams go on with which tokens, and which texts are done. Pure Python, no jax.
+"""Beam search: the next beams with their tokens, and the finished texts. Pure Python, no jax.
 
 A `BeamGroup` is `num_beams` sequences in lockstep. It chooses as transformers' `_beam_search` does;
 blocks and slots are the scheduler's.
@@ -88,7 +88,7 @@ class BeamGroup:
         """The best continuations, by the beam that takes each; none if the search is over.
 
         The best `num_beams` of all candidates end there if their token ends the text or is the
-        last one; the best `num_beams` of the others go on. A beam's best continuation stays with
+        last one; the best `num_beams` of the others continue. A beam's best continuation stays with
         it, its others go to beams that have none.
         """
         count, first = len(self.members), self.members[0]
@@ -123,7 +123,7 @@ class BeamGroup:
         """Whether there are texts enough, and no open beam is held to become better.
 
         Args:
-            best: sum of the log-probabilities of the best beam that could go on.
+            best: sum of the log-probabilities of the best open beam.
             length: its generated tokens.
         """
         first = self.members[0]
@@ -174,9 +174,9 @@ def _next_beams(chosen: list[Continuation], count: int) -> dict[int, Continuatio
 
 
 def advance(scheduler: Scheduler, now_s: float) -> list[BeamGroup]:
-    """Lets each search of which every beam has run go on by a token, or ends it; which these are.
+    """Advances each search whose beams have all run by a token, or ends it; returns them.
 
-    A beam goes on from the cache of the one that it continues.
+    A beam continues from its parent's cache.
     """
     beams = map(Beam.of, scheduler.running)
     groups = {id(beam.group): beam.group for beam in beams if beam is not None}
@@ -233,7 +233,7 @@ class Beams(Feature):
         return 1 if chooses else most  # the host chooses every token
 
     def after_step(self, plan: StepPlan) -> list[StepOutput]:
-        """Ends the searches of which a beam failed, and lets those go on of which all have run."""
+        """Ends the searches with a failed beam, and advances those whose beams have all run."""
         now_s, outputs = time.perf_counter(), []
         for sequence in plan.sequences:
             if sequence.finish_reason == "error" and Beam.of(sequence) is not None:

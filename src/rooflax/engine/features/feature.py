@@ -117,7 +117,7 @@ class Feature:
         return True
 
     def forced_token(self, sequence: Sequence) -> int | None:
-        """The one token that a sequence can go on with, to run with its next step."""
+        """The only token that can follow, to run with the sequence's next step."""
         return None
 
     def after_step(self, plan: StepPlan) -> list[StepOutput]:

@@ -100,7 +100,7 @@ def _over_tokens(pooler: Pooler, hidden: Float[Array, "rows seq D"], batch: Batc
         totals = jnp.sum(jnp.where(batch.valid, shares, 0.0), axis=1)
     else:
         owner, _ = batch.owners
-        owner = jnp.where(batch.valid[0], owner, count)  # padding is nobody's
+        owner = jnp.where(batch.valid[0], owner, count)  # padding has no sequence
         zeros = jnp.zeros((count, hidden.shape[2]), jnp.float32)
         if is_max:
             most = (zeros - jnp.inf).at[owner].max(hidden[0], mode="drop")

@@ -37,7 +37,7 @@ AWAKE_STEPS = 4
 
 
 class Drafter:
-    """Guesses how sequences go on; a guess may be empty, and here all are.
+    """Drafts tokens for sequences; a draft may be empty, and here all are.
 
     Attributes:
         num_bytes: of device memory that it takes.
@@ -91,7 +91,7 @@ class _Ngrams:
             end = self._ends.get(tuple(tokens[-n:]))
             if end is not None:
                 draft = tokens[end : end + count]
-                while len(draft) < count:  # a repetition that has reached the end goes on
+                while len(draft) < count:  # a repetition that has reached the end continues
                     draft.append(draft[end + len(draft) - len(tokens)])
                 return draft
         return []

@@ -120,7 +120,7 @@ def _tiled(s: Sequences, num_tokens: int) -> tuple[_Tiles, Int[Array, " T"]]:
     ends = jnp.cumsum(needed, dtype=jnp.int32)
     numbers = jnp.arange(num_tiles, dtype=jnp.int32)
     sequence = jnp.sum(numbers[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
-    sequence = jnp.minimum(sequence, num_sequences - 1)  # tiles that nobody needs
+    sequence = jnp.minimum(sequence, num_sequences - 1)  # unused tiles
     first_tile = ends - needed
     inside = (numbers - first_tile[sequence])[:, None] * tile
     inside = inside + jnp.arange(tile, dtype=jnp.int32)[None, :]

@@ -163,7 +163,7 @@ def _pieces(runs: Runs) -> tuple[Int[Array, " R"], Int[Array, ""]]:
 
 
 def _piece(x: DeltaInputs, state: Array, count: Array) -> tuple[Array, Array]:
-    """o and the state after the first `count` tokens; what follows them is nobody's."""
+    """o and the state after the first `count` tokens; what follows them is unspecified."""
     is_own = jnp.arange(len(x.g), dtype=jnp.int32) < count
     beta, g = (jnp.where(is_own[:, None, None], a, 0.0) for a in (x.beta, x.g))
     k = jnp.where(is_own[:, None, None], x.k, 0.0)

@@ -1,4 +1,4 @@
-"""`Runs`: which tokens of a list are whose, which state they go on from, and where states go."""
+"""`Runs`: the sequence of each token in a list, its initial state, and the place of its new one."""
 
 from __future__ import annotations
 

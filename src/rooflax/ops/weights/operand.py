@@ -114,11 +114,11 @@ class Wrapper(Composite):
 class Branch(Operand):
     """An operand that is one of several, which the program chooses when it runs.
 
-    `ops.linear.api` asks it for what it does of the one that is meant.
+    `ops.linear.api` calls it with its operation on the selected one.
     """
 
     def branch(self, run: Callable[[Operand], Array]) -> Array:
-        """`run` of the operand that is meant."""
+        """Applies `run` to the selected operand."""
         raise NotImplementedError
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from rooflax.errors import RequestError
 from rooflax.fields.sampling import check_regex
 from rooflax.server.errors import ApiError
-from rooflax.server.formats import CALL_KEYS, Calls, Format, Tags
+from rooflax.server.formats import CALL_KEYS, Calls, Format, Style, Tags
 from rooflax.server.notation import Notation
 
 Thinks = Literal["opened", "may", "not"]
@@ -281,19 +281,36 @@ def _call(
     if calls.grammar.has_id:
         length = calls.id_length
         opened += f" /[A-Za-z0-9]{{{length}}}/ {grammar.text(calls.name_close)}"
-    if calls.style == "json":
-        return f"{opened} {grammar.json(_object(schema))} {grammar.text('}' + after)}"
-    if calls.tags is not None:
-        body = _any_tagged(grammar, calls.tags) if schema is None else (
-            _tagged(grammar, calls, schema)
-        )  # fmt: skip
-        return f"{opened} {body} {grammar.text(calls.tags.body_end + after)}"
-    notation = calls.notation
-    if notation is not None:
-        values = _Values(grammar, notation, schema or {})
-        body = values.any_arguments() if schema is None else values.arguments()
-        return f"{opened} {body} {grammar.text(after)}"
-    return f"{opened} {grammar.json(_object(schema))} {grammar.text(after)}"
+    arguments, end = ARGUMENTS[calls.style](grammar, calls, schema)
+    return f"{opened} {arguments} {grammar.text(end + after)}"
+
+
+def _json_arguments(grammar: LarkGrammar, calls: Calls, schema: Any) -> tuple[str, str]:
+    return grammar.json(_object(schema)), "}" if calls.style == "json" else ""
+
+
+def _tagged_arguments(grammar: LarkGrammar, calls: Calls, schema: Any) -> tuple[str, str]:
+    assert calls.tags is not None
+    if schema is None:
+        return _any_tagged(grammar, calls.tags), calls.tags.body_end
+    return _tagged(grammar, calls, schema), calls.tags.body_end
+
+
+def _noted_arguments(grammar: LarkGrammar, calls: Calls, schema: Any) -> tuple[str, str]:
+    assert calls.notation is not None
+    values = _Values(grammar, calls.notation, schema or {})
+    return values.any_arguments() if schema is None else values.arguments(), ""
+
+
+ARGUMENTS: dict[Style, Callable[[LarkGrammar, Calls, Any], tuple[str, str]]] = {
+    "json": _json_arguments,
+    "named": _json_arguments,
+    "harmony": _json_arguments,
+    "tagged": _tagged_arguments,
+    "python": _noted_arguments,
+    "gemma": _noted_arguments,
+}
+"""By a format's style, the rule of a call's arguments and the text that ends them."""
 
 
 def _json_call(grammar: LarkGrammar, calls: Calls, name: str, schema: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from importlib.resources import files
+from typing import Literal
 
 import msgspec
 
@@ -12,6 +13,7 @@ from rooflax.server.notation import PYTHON, Notation, gemma
 
 CALL_KEYS = ("name", "type", "arguments", "parameters")
 """One of these comes first in a call that is JSON."""
+Style = Literal["json", "named", "tagged", "python", "gemma", "harmony"]
 GENERIC = "generic"
 """Calls of a model whose chat template shows none that are known."""
 HARMONY = "harmony"
@@ -70,7 +72,7 @@ class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         grammar: None where calls cannot be forced.
     """
 
-    style: str
+    style: Style
     open: tuple[str, ...]
     close: str | None = None
     arguments_key: str = "arguments"

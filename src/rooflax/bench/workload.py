@@ -60,10 +60,6 @@ class Workload:
         params = SamplingParams(max_tokens=self.output_tokens, temperature=0, ignore_eos=True)
         return params.with_defaults({})
 
-    def undetermined(self) -> Workload:
-        """The same without fixed operations."""
-        return replace(self, deterministic=False)
-
     def as_json(self) -> dict[str, Any]:
         """JSON that `from_json` reads."""
         return asdict(self)

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import itertools
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,7 +172,7 @@ def _measured(works: list[Workload], quiet: bool) -> list[dict[str, Any]]:
         with terminal.status(label[:76], quiet):
             row = measure_apart(work)
             if work.deterministic:
-                row = with_cost(row, measure_apart(work.undetermined()))
+                row = with_cost(row, measure_apart(replace(work, deterministic=False)))
         rows.append(row)
     return rows
 

@@ -77,19 +77,18 @@ def text_lines(path: str) -> list[tuple[int, str]]:
     return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
-def json_lines(path: str, text: str, begins: str = "{[") -> Iterator[tuple[int, Any]]:
+def json_lines(path: str, text: str) -> Iterator[tuple[int, Any]]:
     """The values of a file's lines that are not empty, each with its number.
 
     Args:
         text: the key of a plain text in an object; all lines are texts unless the first begins as
             JSON.
-        begins: what JSON begins with.
 
     Raises:
         RequestError: the file cannot be read, or naming the line that is not JSON.
     """
     lines = text_lines(path)
-    is_text = lines and lines[0][1].lstrip()[0] not in begins
+    is_text = lines and lines[0][1].lstrip()[0] not in "{["
     for number, line in lines:
         try:
             yield number, {text: line.rstrip("\r")} if is_text else json.loads(line)

@@ -264,8 +264,8 @@ class _Reader:
         return pattern
 
 
-def named(modules: Iterable[str], most: int = 3) -> str:
+def named(modules: Iterable[str]) -> str:
     """Some modules' paths, for an error."""
     names = sorted(modules)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(one[:120] for one in names[:most])}{more}"
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(one[:120] for one in names[:3])}{more}"

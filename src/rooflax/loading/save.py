@@ -158,7 +158,8 @@ def save_model(
             f"{folder} holds {others[0]}, which is no file of a checkpoint; save into a folder of "
             f"its own, which may not exist yet."
         )
-    ends = {"bos_token_id": bos_token_id, "eos_token_id": _one_or_many(eos_token_ids)}
+    eos = eos_token_ids[0] if len(eos_token_ids) == 1 else list(eos_token_ids) or None
+    ends = {"bos_token_id": bos_token_id, "eos_token_id": eos}
     written = family(name).config_to_hf(config) | ends | {"dtype": dtype, "torch_dtype": dtype}
     formats = ((slot, packed_format(_leaf(slot, weights))) for slot in config.slots())
     written |= packed.to_config(formats) | dict(settings or {})
@@ -244,10 +245,6 @@ def replace_folder(folder: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(new, ignore_errors=True)
         raise
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _one_or_many(ids: Sequence[int]) -> int | list[int] | None:
-    return (ids[0] if len(ids) == 1 else list(ids)) if ids else None
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

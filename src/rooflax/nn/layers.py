@@ -111,7 +111,7 @@ def _unrolled(
     pools, groups = _layer_pools(cache, len(layers), 0), whole.groups
 
     def run(
-        index: int, w: LayerWeights, x: jax.Array, inputs: Any, pools: LayerPools | None
+        w: LayerWeights, x: jax.Array, inputs: Any, pools: LayerPools | None, *, index: int
     ) -> tuple[jax.Array, LayerPools | None]:
         return whole.functions[index](w, x, whole.memory(index, pools), **_keyword(inputs))
 
@@ -119,7 +119,7 @@ def _unrolled(
         (function, groups.of_layer[index], index in whole.lent)
         for index, function in enumerate(whole.functions)
     ]
-    runs = {kind: _once(partial(run, index), x, whole) for index, kind in enumerate(kinds)}
+    runs = {kind: _once(partial(run, index=index), x, whole) for index, kind in enumerate(kinds)}
     for index, layer_weights in enumerate(layers):
         layer_input = None if inputs is None else inputs[index]
         source = groups.sources[index]

@@ -111,12 +111,8 @@ class Linear(TensorLayout):
         rows = slice(None)
         if rest and part.shape[0] == rest[-1][1]:  # outputs of one axis
             rows = rest.pop()[0]
-        assert all(_is_whole(w, n) for w, n in rest)
+        assert all(w.indices(n) == (0, n, 1) for w, n in rest)
         return [part[rows, _times(first[0], part.shape[1] // first[1])]]
-
-
-def _is_whole(where: slice, size: int) -> bool:
-    return where.indices(size) == (0, size, 1)
 
 
 def _times(where: slice, step: int) -> slice:

@@ -43,9 +43,6 @@ class Exporter:
         """A request to a route has ended."""
         self._http.labels(route, str(status)).inc()
 
-    def _labels(self) -> tuple[str, str]:
-        return self._service.names[0], "0"
-
     async def answer(self, request: Request) -> Response:
         """GET /metrics: numbers as Prometheus reads them."""
         return Response(generate_latest(self._registry), headers={"content-type": TYPE})
@@ -77,7 +74,7 @@ class Exporter:
             yield from self._engine(service.engine.metrics())
 
     def _engine(self, stats: Mapping[str, Any]) -> Iterator[Metric]:
-        labels: dict[str, str] = dict(zip(("model_name", "engine"), self._labels(), strict=True))
+        labels = {"model_name": self._service.names[0], "engine": "0"}
         used, total = stats["blocks_used"], stats["blocks_total"]
         usage = max((u / t for u, t in zip(used, total, strict=True) if t), default=0.0)
         for what, text, value in (

@@ -49,15 +49,15 @@ class BatchRequest:
 def add_flags(parser: Parser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", nargs="?",
-        help="is served by `rooflax serve` meanwhile; default: the embedded chat model",
+        help="model to serve with `rooflax serve`; default: the embedded chat model",
     )  # fmt: skip
     add = parser.group("the files").add_argument
     add("--input", "-i", metavar="FILE", required=True,
         help="requests, one JSON object a line; - is stdin")  # fmt: skip
-    add("--output", "-o", metavar="FILE", required=True, help="answers; what is there is kept")
-    add("--force", action="store_true", help="replace the answers that are there")
+    add("--output", "-o", metavar="FILE", required=True, help="answers; existing ones are kept")
+    add("--force", action="store_true", help="replace existing answers")
     add = parser.group("the server").add_argument
-    add("--url", metavar="URL", help="of a running server, in place of MODEL")
+    add("--url", metavar="URL", help="URL of a running server, in place of MODEL")
     add("--api-key", metavar="KEY", help="default ROOFLAX_API_KEY")
     add("--serve-flags", metavar="FLAGS", help='for MODEL: --serve-flags="-q int8"')
     add("--concurrency", metavar="N", type=at_least_one, default=32,

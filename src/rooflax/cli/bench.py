@@ -61,14 +61,22 @@ def add_flags(parser: Parser) -> None:
     add("--trials", metavar="N", type=at_least_one, default=5, help="timed runs; default 5")
     add("--deterministic", action="store_true", help="deterministic operations, and what they cost")
     add = parser.group("instead of a row per combination").add_argument
-    add("--ablate", action="store_true", help="options one by one, from the slowest up")
+    add(
+        "--ablate",
+        action="store_true",
+        help="add options one at a time, from the slowest setting up",
+    )
     add("--versus", metavar="FLAGS", help='compare with these flags: --versus="--no-cache"')
     add("--compare", metavar="FILE", nargs=2, help="two documents of --json")
     add("--breakdown", action="store_true", help="time shares of attention, matmuls, norms ...")
     add("--profile", metavar="DIR", help="write a trace of one run for xprof or Perfetto")
-    add("--quick", action="store_true", help="without and with a KV cache; exit 1 below 3x")
-    add("--concurrent", action="store_true", help="16 at once; prefix caching; exit 1 below target")
-    add("--request-rate", metavar="R", type=number, help="requests arriving at R per second")
+    add("--quick", action="store_true", help="compare with and without a KV cache; exit 1 below 3x")
+    add(
+        "--concurrent",
+        action="store_true",
+        help="gain from batching 16 requests; exit 1 below target",
+    )
+    add("--request-rate", metavar="R", type=number, help="arrival rate: R requests per second")
     add("--requests", metavar="N", type=at_least_one, help="number of requests; default 64")
     add("--target-ttft", metavar="S", type=number, help="seconds, for goodput; default 1")
     add("--target-tpot", metavar="S", type=number, help="seconds a token; default 0.1")

@@ -23,11 +23,11 @@ SUMMARY = "measure an OpenAI server under load"
 def add_flags(parser: Parser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", nargs="?",
-        help="is served by `rooflax serve` for the measurement; default: the embedded chat model",
+        help="model to serve with `rooflax serve`; default: the embedded chat model",
     )  # fmt: skip
     add = parser.group("the server").add_argument
-    add("--url", metavar="URL", help="of a running server, in place of MODEL")
-    add("--model-name", metavar="NAME", help="as served at --url; default the first there")
+    add("--url", metavar="URL", help="URL of a running server, in place of MODEL")
+    add("--model-name", metavar="NAME", help="name at --url; default the first one there")
     add("--api-key", metavar="KEY", help="default ROOFLAX_API_KEY")
     add("--serve-flags", metavar="FLAGS", help='for MODEL: --serve-flags="-q int8"')
     add = parser.group("the load").add_argument

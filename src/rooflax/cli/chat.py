@@ -49,7 +49,9 @@ def add_flags(parser: Parser) -> None:
         "--show-thinking", action="store_true", help="show GPT-OSS's other channels too, faint"
     )
     group = parser.group("a server in place of a model loaded here")
-    group.add_argument("--url", metavar="URL", help="of an OpenAI server; MODEL is a name there")
+    group.add_argument(
+        "--url", metavar="URL", help="URL of an OpenAI-compatible server; MODEL is a name there"
+    )
     group.add_argument("--api-key", metavar="KEY", help="default ROOFLAX_API_KEY")
     flags.add_sampling(parser, max_tokens=DEFAULT_MAX_TOKENS, samples=False)
     flags.add_max_model_len(parser, help="longest conversation in tokens")

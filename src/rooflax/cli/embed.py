@@ -45,13 +45,13 @@ def add_flags(parser: Parser) -> None:
     )  # fmt: skip
     group.add_argument(
         "-o", "--output", metavar="FILE",
-        help="JSON lines, or of a name in .npy rows of float32; what is there is kept, and the "
+        help="JSON lines, or float32 rows in a .npy file; existing rows are kept, and the "
         "rest is added; default stdout",
     )  # fmt: skip
     group.add_argument("--force", action="store_true", help="overwrite the output")
     group.add_argument(
         "--prompt-name", metavar="NAME",
-        help="which of the checkpoint's prompts stands before each text, such as query",
+        help="prompt of the checkpoint to put before each text, such as query",
     )  # fmt: skip
     group.add_argument("--dimensions", metavar="N", type=whole, help="keep the first N numbers")
     flags.add_pooled_run(parser, group, longest="text")

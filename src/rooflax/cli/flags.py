@@ -185,7 +185,7 @@ def add_pooled_run(parser: Parser, group: Any, *, longest: str) -> None:
 def add_truncate(group: Any) -> None:
     group.add_argument(
         "--truncate", action="store_true",
-        help="cut what is longer than the model takes; default: reject it",
+        help="cut texts that are too long for the model; default: reject them",
     )  # fmt: skip
 
 
@@ -316,7 +316,7 @@ def add_output(parser: Parser, *, json: bool = True, progress: bool = True) -> N
     if progress:
         add("--quiet", action="store_true", help="no progress and no statistics")
         add("--verbose", action="store_true", help="more details; tracebacks of errors")
-    add("-h", "--help", action="store_true", help="print this")
+    add("-h", "--help", action="store_true", help="print this help")
 
 
 def find_arguments(args: argparse.Namespace) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def add_flags(parser: Parser) -> None:
     )  # fmt: skip
     add(
         "--dtype", metavar="TYPE", default="float32", choices=DTYPES,
-        help="of the folder's numbers: float32, bfloat16 or float16; default float32, in which the "
+        help="dtype of the folder: float32, bfloat16 or float16; default float32, in which the "
         "sum is exact",
     )  # fmt: skip
     add("--force", action="store_true", help="overwrite a model in it, or the file")

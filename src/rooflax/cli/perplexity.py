@@ -28,7 +28,7 @@ def add_flags(parser: Parser) -> None:
     group.add_argument("-f", "--file", metavar="FILE", help="a UTF-8 text; default: stdin")
     group.add_argument(
         "--stride", metavar="N", type=whole,
-        help="tokens between the beginnings of two windows; default half a window. Every "
+        help="stride in tokens between two windows; default half a window. Every "
         "token but the first is scored once, in the first window that holds it",
     )  # fmt: skip
     flags.add_max_model_len(

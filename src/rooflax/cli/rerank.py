@@ -19,7 +19,7 @@ def add_flags(parser: Parser) -> None:
     flags.add_model(parser, "none; it must be a reranker")
     flags.add_check(parser)
     group = parser.group("the texts")
-    group.add_argument("--query", metavar="TEXT", required=True, help="what is looked for")
+    group.add_argument("--query", metavar="TEXT", required=True, help="the query")
     group.add_argument(
         "-d", "--document", metavar="TEXT", action="append", help="one text, again for more"
     )
@@ -28,7 +28,11 @@ def add_flags(parser: Parser) -> None:
         help="lines of text, or JSON lines with text and perhaps id; - is stdin",
     )  # fmt: skip
     group.add_argument("--top-n", metavar="N", type=at_least_one, help="the best N; default all")
-    group.add_argument("--instruction", metavar="TEXT", help="what makes a text relevant")
+    group.add_argument(
+        "--instruction",
+        metavar="TEXT",
+        help="instruction for the model: what makes a text relevant",
+    )
     flags.add_pooled_run(parser, group, longest="pair")
 
 

@@ -33,7 +33,11 @@ def add_flags(parser: Parser) -> None:
     flags.add_check(parser)
     group = parser.group("what to compare")
     group.add_argument(
-        "-p", "--prompt", metavar="TEXT", action="append", help="in place of ours (repeatable)"
+        "-p",
+        "--prompt",
+        metavar="TEXT",
+        action="append",
+        help="prompt in place of the built-in ones (repeatable)",
     )
     group.add_argument(
         "-n", "--max-tokens", metavar="N", type=at_least_one, default=DEFAULT_TOKENS,

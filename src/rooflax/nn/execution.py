@@ -44,12 +44,12 @@ class ExecutionOptions:
     """Switches that change speed and memory, never a token (in float32, the KV cache too)."""
 
     use_cache: bool = _field(
-        Flag(), "keep K and V of past tokens; off, every step runs the whole sequence again",
+        Flag(), "keep K and V of past tokens; off recomputes the whole sequence at every step",
         default=True)
     jit: bool = _field(
-        Flag(), "compile the step; off, every operation is dispatched by itself", default=True)
+        Flag(), "compile the step; off dispatches every operation by itself", default=True)
     layers: Literal["unrolled", "scan"] | None = _field(
-        Choice(("unrolled", "scan")), "repeat the layers in the program, or loop over stacked "
+        Choice(("unrolled", "scan")), "unroll the layers in the program, or scan over stacked "
         "weights", shown_default="scan where kernels read stacked weights", metavar="HOW")
     gqa: Literal["grouped", "repeat"] = _field(
         Choice(("grouped", "repeat")), "read each K/V head once for its query heads, or copy it "

@@ -68,7 +68,7 @@ class TensorPlan:
             empty: makes what a copy is written to; None makes it anew.
         """
         slot, shape, whole = plan.slot, plan.shape, where is None
-        names = self._found(slot)
+        names = self._hf_names(slot)
         first = where[0] if where and any(map(self.names.is_mxfp4, names)) else slice(None)
         parts = [self._read(hf, first) for hf in names]
         if where is not None:
@@ -95,12 +95,12 @@ class TensorPlan:
             self.source.prefetch(name)
 
     def _tensors(self, slot: Slot) -> list[str]:
-        stored_names = [stored for hf in self._found(slot) for stored in self.names.stored(hf)]
+        stored_names = [stored for hf in self._hf_names(slot) for stored in self.names.stored(hf)]
         return [*self.packed.get(slot.name, ()), *stored_names]
 
     def is_mxfp4(self, slot: Slot) -> bool:
         """Whether a slot's tensors are MXFP4 halves in the checkpoint."""
-        return any(self.names.is_mxfp4(hf) for hf in self._found(slot))
+        return any(self.names.is_mxfp4(hf) for hf in self._hf_names(slot))
 
     def is_bfloat16(self, slot: Slot) -> bool:
         """Whether a slot's tensors are bfloat16 in the checkpoint, and so are other layers'."""
@@ -110,13 +110,13 @@ class TensorPlan:
     def _bfloat16(self) -> dict[str, bool]:
         keeps_bfloat16 = {slot.key: True for slot in self.slots}
         for slot in self.slots:
-            stored = (name for hf in self._found(slot) for name in self.names.stored(hf))
+            stored = (name for hf in self._hf_names(slot) for name in self.names.stored(hf))
             keeps_bfloat16[slot.key] &= all(
                 self.source.info(name).dtype == "BF16" for name in stored
             )
         return keeps_bfloat16
 
-    def _found(self, slot: Slot) -> list[str]:
+    def _hf_names(self, slot: Slot) -> list[str]:
         names = [self.names.find(hf) for hf in slot.hf_names]
         return [name for name in names if name is not None]
 

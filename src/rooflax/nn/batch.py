@@ -203,8 +203,8 @@ class Batch:
         row = jnp.arange(rows, dtype=jnp.int32)
         lens, index = jnp.full_like(row, seq), jnp.arange(rows * seq, dtype=jnp.int32)
         place = (lens[:, None], index // seq, index % seq)
-        options = {"longest": seq, "grid": 1}
-        return Runs(row * seq, lens, row * 0, row, row >= 0, row[:, None], *place, **options)
+        runs = row * seq, lens, row * 0, row, row >= 0, row[:, None], *place
+        return Runs(*runs, longest=seq, grid=1)
 
     def slot_mapping(self, group: int, block_size: int) -> jax.Array:
         """Slot of each token's K and V in the pool of a layer group.

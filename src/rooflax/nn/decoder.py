@@ -307,11 +307,12 @@ class Decoder:
             longest = min(batch.longest or self.max_position, self.max_position)
             bias = biases(weights["distances"], longest - 1)
         context = Context(options, shards, num_tokens, rows, bias)
-        keywords = {"dtype": dtype, "num_rows": num_tokens, "kernels": options.kernels}
+        kernels = options.kernels
         tokens, types = batch.tokens, None
         if self.token_types:
             types, tokens = jnp.divmod(tokens, self.vocab_size)
-        x = mesh.embed(weights["embed"], tokens, shards, **keywords)
+        embed = weights["embed"]
+        x = mesh.embed(embed, tokens, shards, dtype=dtype, num_rows=num_tokens, kernels=kernels)
         if self.embed_scale != 1.0:
             x = (x.astype(jnp.float32) * self.embed_scale).astype(x.dtype)
         if self.learned_positions:

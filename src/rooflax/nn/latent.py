@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -169,6 +169,6 @@ class LatentAttention:
         return context.linear(x, w["attn.q"], prologue=norm)[..., 0, :]
 
     @staticmethod
-    def _by_head(x: Array, weight: object, context: Context) -> Array:
-        options = {"num_rows": context.num_tokens, "implementation": context.options.kernels}
-        return linear_by_head(x, weight, **options)  # type: ignore[arg-type]
+    def _by_head(x: Array, weight: Any, context: Context) -> Array:
+        kernels = context.options.kernels
+        return linear_by_head(x, weight, num_rows=context.num_tokens, implementation=kernels)

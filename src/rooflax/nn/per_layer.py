@@ -78,9 +78,14 @@ class PerLayer:
         Args:
             x: the tokens' embeddings.
         """
-        options = {"num_rows": context.num_tokens, "kernels": context.options.kernels}
-        table = weights["per_layer.embed"]
-        rows = mesh.embed(table, tokens, context.shards, dtype="float32", **options)
+        rows = mesh.embed(
+            weights["per_layer.embed"],
+            tokens,
+            context.shards,
+            dtype="float32",
+            num_rows=context.num_tokens,
+            kernels=context.options.kernels,
+        )
         rows = rows.reshape(*tokens.shape, self.num_layers, self.width) * math.sqrt(self.width)
         projected = context.linear(x, weights["per_layer.projection"]) * x.shape[-1] ** -0.5
         norm = self.norm.of(weights, "per_layer.norm")

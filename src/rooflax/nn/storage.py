@@ -155,8 +155,8 @@ class WeightPlan:
             return pack_pairs(array, in_shape, out_shape, put=put)
         self.check_groups(math.prod(in_shape))
         if len(parts := self.parts(out_shape)) == 1:
-            options = {"transposed": self.is_head, "put": put}
-            return quantize(array, self.format, in_shape, out_shape, **options)
+            transposed = self.is_head
+            return quantize(array, self.format, in_shape, out_shape, transposed=transposed, put=put)
         inputs = (slice(None),) * len(in_shape)
         each = ((p.format, array[inputs + p.index], p.out_shape(out_shape)) for p in parts)
         made = tuple(quantize(part, format, in_shape, out, put=put) for format, part, out in each)

@@ -122,15 +122,14 @@ class _CompletionAnswer:
             for ids in self.ids:
                 call.service.check_length(len(ids), self.params.max_tokens, "max_tokens")
                 call.usage.prompt_tokens += len(ids)
-            stream = call.service.stream(
+            async with call.service.stream(
                 self.ids,
                 self.params,
                 owner=call.owner,
                 model=call.model,
                 cache_salt=call.cache_salt,
                 form_field=form_field(fields),
-            )
-            async with aclosing(stream) as deltas:
+            ) as deltas:
                 async for delta in deltas:
                     yield delta
 

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
@@ -374,6 +374,7 @@ class Service:
                 param=field if asked else "prompt",
             )
 
+    @contextlib.asynccontextmanager
     async def stream(
         self,
         prompts: Sequence[list[int]],
@@ -384,8 +385,8 @@ class Service:
         cache_salt: str = "",
         decoders: Callable[[int], TextDecoder] | None = None,
         form_field: str | None = None,
-    ) -> AsyncGenerator[Delta, None]:
-        """The pieces of all prompts' samples; closing it ends them.
+    ) -> AsyncIterator[AsyncGenerator[Delta, None]]:
+        """Opens the stream of all prompts' samples; leaving the block ends them.
 
         Args:
             model: one of `names`.
@@ -401,17 +402,16 @@ class Service:
                 engine.stream(ids, params, cache_salt=cache_salt, lora=lora, decoders=decoders)
                 for ids in prompts
             ]
-            async with aclosing(streams[0] if len(streams) == 1 else _merged(streams)) as deltas:
-                try:
-                    async for delta in deltas:
-                        yield delta
-                except QueueFull:
+            try:
+                async with aclosing(streams[0] if len(streams) == 1 else _merged(streams)) as all_:
+                    yield all_
+            except QueueFull:
+                raise
+            except RequestError as error:  # what cannot be compiled has no field of its own
+                if error.param is not None or params.structured_output is None:
                     raise
-                except RequestError as error:  # what cannot be compiled has no field of its own
-                    if error.param is not None or params.structured_output is None:
-                        raise
-                    said = str(error)
-                    raise ApiError(said, code="invalid_schema", param=form_field) from None
+                said = str(error)
+                raise ApiError(said, code="invalid_schema", param=form_field) from None
 
 
 def public_name(model: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -126,7 +125,7 @@ class ChatTurn:
                 )
                 return one_reader
 
-            stream = service.stream(
+            async with service.stream(
                 [prompt.ids],
                 params,
                 owner=call.owner,
@@ -134,8 +133,7 @@ class ChatTurn:
                 cache_salt=call.cache_salt,
                 decoders=reader,
                 form_field=form_field(self.fields) if self._form else "tools",
-            )
-            async with aclosing(stream) as deltas:
+            ) as deltas:
                 async for delta in deltas:
                     yield self._piece(delta)
 

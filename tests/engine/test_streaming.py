@@ -136,7 +136,7 @@ def test_the_plan_is_the_budgets_arithmetic():
     assert plan_offloading(130, 10, layers, "m").offloaded == ()
     half = plan_offloading(70, 10, layers, "m")
     assert (half.num_resident, half.bytes_per_step, half.memory_bytes) == (4, 80, 70)
-    assert half.streamed == (1, 2, 4, 5, 7, 8, 10, 11)  # spread, so that reading never waits
+    assert half.offloaded == (1, 2, 4, 5, 7, 8, 10, 11)  # spread, so that reading never waits
     least = plan_offloading(30, 10, layers, "m")
     assert (least.num_resident, least.memory_bytes) == (0, 30)
     for budget in range(30, 130):
@@ -185,7 +185,7 @@ def test_what_fits_is_not_streamed(folder):
 
 def test_a_streamed_model_is_not_saved_nor_run_by_hand(folder, tmp_path):
     _, streamed = pair(folder("llama"))
-    with pytest.raises(RequestError, match="3 of 4 layers are streamed"):
+    with pytest.raises(RequestError, match="3 of 4 layers are offloaded"):
         save(streamed.model, tmp_path / "m")
     assert not (tmp_path / "m").exists()
     with pytest.raises(RequestError, match="without a weights budget"):

@@ -48,7 +48,7 @@ def add_flags(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     for one, other in (("url", "model"), ("url", "serve_flags"), ("concurrency", "request_rate")):
-        if one in args.stated and other in args.given:
+        if one in args.stated and other in args.stated:
             names = ["MODEL" if n == "model" else f"--{n.replace('_', '-')}" for n in (one, other)]
             raise RequestError(f"{names[0]} and {names[1]} exclude each other; drop one of them")
     if args.url is None and args.model_name is not None:

@@ -235,7 +235,7 @@ def test_it_is_saved_as_it_is(path, kept, wanted, tmp_path, layers):
         load(tmp_path / "m")
     found["layers.7.attn.qkv"] = "q4_k"
     (tmp_path / "m/config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="the unknown weight 'layers.7.attn.qkv'"):
+    with pytest.raises(CheckpointError, match="the weight 'layers.7.attn.qkv', which is unknown"):
         load(tmp_path / "m")
 
 

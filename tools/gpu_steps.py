@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from rooflax.engine import packing, steps
-from rooflax.engine.packing import Layout
+from rooflax.engine.packing import StepLayout
 from rooflax.models.model import Model
 from rooflax.models.presets import PRESETS
 from rooflax.models.registry import read_config
@@ -99,7 +99,7 @@ def program(
     masks = None if step.greedy else Struct((rows + 1, -(-vocabulary // 32)), jnp.int32)
     tokens = tokens or (rows if step.kind == "decode" else CHUNK)
     longest = 1 if step.kind == "decode" else min(tokens, CHUNK)
-    layout = Layout(rows, tokens, tuple(CONTEXT // BLOCK for _ in groups.windows), longest)
+    layout = StepLayout(rows, tokens, tuple(CONTEXT // BLOCK for _ in groups.windows), longest)
     size = packing.HEADER + rows * layout.width + layout.num_tokens
     given = steps.StepInput(
         Struct((size,), jnp.int32),  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from rooflax.server.app import POSTS
-from rooflax.server.fields import Field, Table
+from rooflax.server.fields import Field, FieldTable
 
 HEAD = """\
 # The server's fields
@@ -21,7 +21,7 @@ def page() -> str:
     return "\n".join([HEAD, *(_section(path, table) for path, (_, table) in POSTS.items())])
 
 
-def _section(path: str, table: Table) -> str:
+def _section(path: str, table: FieldTable) -> str:
     parts = [f"## POST {path}\n", "| field | what it does |", "| --- | --- |"]
     of = {"honoured": [], "label": [], "rejected": []}
     for field in table.fields.values():
@@ -38,7 +38,7 @@ def _section(path: str, table: Table) -> str:
 
 def _says(field: Field) -> str:
     inner = field.type[0] if isinstance(field.type, list) else field.type
-    if not isinstance(inner, Table):
+    if not isinstance(inner, FieldTable):
         return field.text
     names = [f"`{each.name}`" for each in inner.fields.values() if each.policy == "honoured"]
     return f"{field.text}: {', '.join(names)}"

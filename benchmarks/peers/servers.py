@@ -28,7 +28,7 @@ from typing import Any
 
 from prepare import made
 
-from rooflax.bench.load import Load, Target, run_load
+from rooflax.bench.load import ServerLoad, Target, run_load
 from rooflax.bench.statistics import paired_ratio
 from rooflax.http_client import Server
 
@@ -112,7 +112,7 @@ def main() -> int:
 
 async def asked(url: str, seed: int) -> dict[str, Any]:
     """What one server made of a round's requests."""
-    load = Load(
+    load = ServerLoad(
         num_requests=REQUESTS, prompt_tokens=TOKENS, output_tokens=TOKENS, concurrency=SLOTS,
         seed=seed,
     )  # fmt: skip

@@ -55,7 +55,7 @@ class _Inbox:
         self._taken_s = 0.0
 
     def put(self, output: StepOutput) -> None:
-        """On the loop."""
+        """Appends one output; runs on the event loop."""
         key = id(output.sequence)
         before = self._pending.get(key)
         self._pending[key] = output if before is None else before.then(output)
@@ -64,7 +64,7 @@ class _Inbox:
             self._has_end.set()
 
     async def take(self, pause_s: float) -> list[StepOutput]:
-        """What came, no sooner than `pause_s` after the last time unless a sequence ended."""
+        """Returns the pending deltas, at most every `pause_s` seconds unless a sequence ended."""
         left = self._taken_s + pause_s - self.loop.time()
         if left > 0 and not self._has_end.is_set():
             timer = self.loop.call_later(left, self._has_end.set)
@@ -74,8 +74,8 @@ class _Inbox:
         self._has_some.clear()
         self._has_end.clear()
         self._taken_s = self.loop.time()
-        found, self._pending = list(self._pending.values()), {}
-        return found
+        deltas, self._pending = list(self._pending.values()), {}
+        return deltas
 
 
 @takes(ServingSettings)
@@ -146,22 +146,22 @@ class AsyncLLM:
         return self._thread.warm_up_report
 
     def metrics(self) -> dict[str, Any]:
-        """What operators watch, as numbers, lists and dicts; see engine.metrics.Metrics.
+        """Metrics for operators, as numbers, lists and dicts; see engine.metrics.Metrics.
 
-        With adapters also `loras`: how many slots they have, and which ones run and wait.
+        With adapters also `loras`: the number of slots, and the names that run and wait.
         """
-        found = self._thread.engine.metrics.as_dict()
+        metrics = self._thread.engine.metrics.as_dict()
         if self._bank is not None:
             names = [None if one is None else one[0] for one in self._bank.adapters]
             used = {
-                what: [names[slot - 1] for slot in found[f"adapters_{what}"]]
+                what: [names[slot - 1] for slot in metrics[f"adapters_{what}"]]
                 for what in ("running", "waiting")
             }
-            found["loras"] = {"slots": len(names), **used}
-        return found
+            metrics["loras"] = {"slots": len(names), **used}
+        return metrics
 
-    def compares_with(self, ideal_decode_s: Callable[[int, float], float]) -> None:
-        """From now on the metrics state decoding as a share of what the machine allows.
+    def set_roofline(self, ideal_decode_s: Callable[[int, float], float]) -> None:
+        """Sets the roofline: from now on the metrics report decoding as a percentage of it.
 
         Args:
             ideal_decode_s: seconds that a decode step must take at least, of its number of
@@ -184,7 +184,7 @@ class AsyncLLM:
         if self._bank is None:
             raise RequestError("There are no slots of adapters; start with `loras`.")
         info = self.llm.info
-        async with self._loading:  # one after the other: each goes on from the bank before
+        async with self._loading:  # one after the other: each starts from the latest bank
             bank = await self._in_thread(partial(self._bank.with_adapter, name, str(folder), info))
             model = await self._in_thread(partial(bank.beside, whole(self.llm.model), info))
             self.llm.model = self._thread.engine.runner.model = model
@@ -229,8 +229,8 @@ class AsyncLLM:
         check_not_forked()
         if self._pooler is not None:
             raise RequestError(f"{self.llm.info.name} embeds texts or scores them; it writes none.")
-        (given,) = as_params(params, 1, sampling)
-        samples = await self._samples(prompt, given, cache_salt, self._adapter(lora))
+        (one_params,) = as_params(params, 1, sampling)
+        samples = await self._samples(prompt, one_params, cache_salt, self._adapter(lora))
         if decoders is not None:
             for sample in samples:
                 sample.decoder = decoders(sample.sequence.sample_index)
@@ -259,7 +259,7 @@ class AsyncLLM:
     async def _samples(
         self, prompt: Prompt, params: SamplingParams, cache_salt: str, adapter: tuple[int, str]
     ) -> list[Sample]:
-        """A request's sequences; what takes long is done beside the loop, so that streams go on."""
+        """Makes a request's sequences; slow work runs beside the loop, so that streams continue."""
         loop, processor = asyncio.get_running_loop(), self.llm.processor
         if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
             ids = await loop.run_in_executor(self._texts, processor.prompt_ids, prompt)
@@ -267,9 +267,9 @@ class AsyncLLM:
             ids = processor.prompt_ids(prompt)
         while not processor.grammars.has(params):
             with processor.grammars.compiling(self._compiler, params) as compiled:
-                found = asyncio.wrap_future(compiled)
-                found.add_done_callback(_seen)  # even where nobody waits any more
-                await asyncio.shield(found)  # others may wait for it too
+                waiting = asyncio.wrap_future(compiled)
+                waiting.add_done_callback(_seen)  # even if the caller is gone
+                await asyncio.shield(waiting)  # others may wait for it too
         return processor.samples(0, ids, params, cache_salt, adapter)
 
     async def embed(
@@ -293,8 +293,8 @@ class AsyncLLM:
         embedder.check_dimensions(dimensions)
 
         def encoded() -> list[list[int]]:
-            how = prompt_name, prompt, truncate_prompt_tokens
-            return [embedder.text_ids(text, *how) for text in as_prompts(texts)]
+            options = prompt_name, prompt, truncate_prompt_tokens
+            return [embedder.text_ids(text, *options) for text in as_prompts(texts)]
 
         done = await self.pool(await self._in_thread(encoded), cache_salt=cache_salt)
         return embedder.vectors(done, dimensions, normalize)
@@ -317,8 +317,8 @@ class AsyncLLM:
         self._check_pools(embedder.pooler(scores=True))
 
         def encoded() -> list[list[int]]:
-            how = instruction, truncate_prompt_tokens
-            return [embedder.pair_ids(query, document, *how) for document in documents]
+            options = instruction, truncate_prompt_tokens
+            return [embedder.pair_ids(query, document, *options) for document in documents]
 
         done = await self.pool(await self._in_thread(encoded), cache_salt=cache_salt)
         return embedder.scores(done)
@@ -384,8 +384,8 @@ class AsyncLLM:
     ) -> list[Completion]:
         """A prompt's `n` completions."""
         done: dict[int, Completion] = {}
-        how: dict[str, Any] = {"cache_salt": cache_salt, "lora": lora, **sampling}
-        async for delta in self.stream(prompt, params, **how):
+        options: dict[str, Any] = {"cache_salt": cache_salt, "lora": lora, **sampling}
+        async for delta in self.stream(prompt, params, **options):
             if delta.completion is not None:
                 done[delta.index] = delta.completion
         return [done[index] for index in sorted(done)]
@@ -423,7 +423,7 @@ class AsyncLLM:
         return await self.generate(ids, params, cache_salt=cache_salt, **sampling)
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
-        """On the engine's thread: each output to the loop that waits for it."""
+        """Hands each output to the loop that waits for it; runs on the engine's thread."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Inbox, StepOutput]]]
         by_loop = defaultdict(list)
         for output in outputs:
@@ -437,7 +437,7 @@ class AsyncLLM:
     async def shutdown(self, *, drain: bool = True) -> None:
         """Takes no more requests; those at hand finish (drain), or end with "abort"."""
         self._thread.stop(drain=drain)
-        with ThreadPoolExecutor(1) as alone:  # behind nobody's work
+        with ThreadPoolExecutor(1) as alone:  # a thread of its own
             await asyncio.get_running_loop().run_in_executor(alone, self._thread.join)
         for pool in (self._texts, self._compiler):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -450,7 +450,7 @@ class AsyncLLM:
 
 
 def _seen(done: asyncio.Future[Any]) -> None:
-    """An error that nobody takes is not logged."""
+    """Keeps an unread error out of the log."""
     if not done.cancelled():
         done.exception()
 

@@ -1,4 +1,4 @@
-"""From token ids back to text: what one sample has said so far, and what it said in the end."""
+"""Detokenization: token ids to text, piece by piece, and the finished completion."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rooflax.engine.sequence import StepOutput, TokenLogprobs
 
 @dataclass(frozen=True)
 class Completion:
-    """What one prompt gave.
+    """Completion of one prompt.
 
     Attributes:
         text: without the stop string or the end-of-sequence token.
@@ -75,12 +75,12 @@ class Delta:
 
     @property
     def finish_reason(self) -> str | None:
-        """The completion's; None while the stream goes on."""
+        """The completion's; None while the stream runs."""
         return None if self.completion is None else self.completion.finish_reason
 
     @property
     def stop_reason(self) -> str | int | None:
-        """The completion's; None while the stream goes on."""
+        """The completion's; None while the stream runs."""
         return None if self.completion is None else self.completion.stop_reason
 
 
@@ -92,7 +92,7 @@ class TextDecoder(Protocol):
         ...
 
     def flush(self, *, is_cut: bool) -> str:
-        """What was held back, at the end.
+        """Returns the text that was held back, at the end.
 
         Args:
             is_cut: the model did not end the text itself, as where max_tokens did.
@@ -124,9 +124,9 @@ class Sample:
                 self.text += self.decoder.push(token)
             if is_last:
                 self.text += self.decoder.flush(is_cut=reason != "stop")
-            found = self._stop_string(before)
-            if found is not None:
-                (cut, stop_reason), reason = found, "stop"
+            stop_match = self._stop_string(before)
+            if stop_match is not None:
+                (cut, stop_reason), reason = stop_match, "stop"
                 self.text = self.text[:cut]
                 break
             if is_last and reason == "stop" and token in sequence.params.stop_token_ids:
@@ -155,7 +155,7 @@ class Sample:
         )
 
     def _stop_string(self, before: int) -> tuple[int, str] | None:
-        """Where the first stop string begins that the last token completed, and which it is.
+        """First stop string that the last token completed, and where it begins.
 
         What earlier tokens completed, below min_tokens, ends nothing, however many tokens come at a
         time.
@@ -166,8 +166,8 @@ class Sample:
         params = self.sequence.params
         if len(self.tokens) < params.min_tokens:
             return None
-        found = [(self.text.find(s, max(0, before - len(s) + 1)), s) for s in params.stop]
-        return min((pair for pair in found if pair[0] >= 0), default=None)
+        places = [(self.text.find(s, max(0, before - len(s) + 1)), s) for s in params.stop]
+        return min((pair for pair in places if pair[0] >= 0), default=None)
 
     def _safe_length(self) -> int:
         """Text that no stop string, begun at its end, could still cut."""

@@ -1,4 +1,4 @@
-"""A conversation's turns, and the token ids of what the model shall go on with.
+"""A conversation's turns, and the token ids of its prompt.
 
 With a chat template the turns are messages; without one they are one growing text. When they
 outgrow the context the oldest are forgotten. No terminal here.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Turn:
-    """What was asked, and what was answered so far."""
+    """One turn of a conversation: the user's message and the answer so far."""
 
     question: str
     answer: str = ""

@@ -1,4 +1,4 @@
-"""Who drafts tokens for a model: the text so far, or a smaller model with the same tokenizer."""
+"""Draft settings of speculative decoding: n-grams of the text, or a smaller model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rooflax.loading.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Drafting:
-    """What `LLM(speculate=...)` asked for.
+    """Draft settings, as `LLM(speculate=...)` gave them.
 
     Attributes:
         vocab_size: of the model that is drafted for.
@@ -29,7 +29,7 @@ class Drafting:
     max_tokens: int = 0
 
     def for_engine(self, num_slots: int, max_tokens: int) -> Speculation:
-        """What an engine of this size needs."""
+        """Draft settings for an engine of this size."""
         if self.new_engine is None:
             return Speculation(NgramDrafter(), self.num_tokens)
         engine = self.new_engine(num_slots, min(max_tokens, self.max_tokens))

@@ -51,7 +51,7 @@ def check_generates(info: ModelInfo) -> None:
 
 
 class Embedder:
-    """What embedding and reranking need beside an engine.
+    """Embedding and reranking: everything they need beside an engine.
 
     Attributes:
         pooling: of the checkpoint; None where it says nothing of it.
@@ -63,7 +63,7 @@ class Embedder:
         self.pooling: Pooling | None = info.pooling
 
     def pooler(self, *, scores: bool = False) -> Pooler:
-        """What the engine computes.
+        """Pooler that the engine runs.
 
         Args:
             scores: for reranking.
@@ -201,7 +201,7 @@ class Embedder:
         return self._checked(start + self._tokenizer.encode_plain(text) + end)
 
     def _templated(self, query: str, document: str, instruction: str | None) -> list[int]:
-        """By the checkpoint's chat template, which knows these two roles."""
+        """Renders the checkpoint's chat template, which knows these two roles."""
         system = [] if instruction is None else [{"role": "system", "content": instruction}]
         pair = [{"role": "query", "content": query}, {"role": "document", "content": document}]
         return encode_chat(self._tokenizer, [*system, *pair], add_generation_prompt=True)
@@ -211,7 +211,7 @@ class Embedder:
         return ids
 
     def sequences(self, texts: Sequence[list[int]], cache_salt: str = "") -> list[EngineSequence]:
-        """What the engine runs, one for each text."""
+        """Sequences for the engine, one for each text."""
         check_salt(cache_salt)
         params = SamplingParams(max_tokens=1, temperature=0).with_defaults({})
         return [
@@ -230,8 +230,8 @@ class Embedder:
         Raises:
             RequestError: a vector cannot be cut to so many.
         """
-        given = dimensions is not None
-        if given and not (is_whole(dimensions) and 1 <= dimensions <= self.size):
+        is_cut = dimensions is not None
+        if is_cut and not (is_whole(dimensions) and 1 <= dimensions <= self.size):
             raise RequestError(
                 f"dimensions is {dimensions!r:.40}; it must be from 1 to {self.size}.",
                 param="dimensions",
@@ -253,21 +253,23 @@ class Embedder:
         if not done:
             return np.zeros((0, dimensions or self.size), np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
-            found = self.pooling.finish(_rows(done))[:, :dimensions]
-        if not np.isfinite(found).all():
+            pooled = self.pooling.finish(_rows(done))[:, :dimensions]
+        if not np.isfinite(pooled).all():
             raise EngineError(NOT_FINITE)
         if self.pooling.normalizes if normalize is None else normalize:
-            found = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
-        return found
+            pooled = pooled / np.maximum(np.linalg.norm(pooled, axis=1, keepdims=True), 1e-12)
+        return pooled
 
     def scores(self, done: Sequence[EngineSequence]) -> list[float]:
         """Probabilities of the first token against the second, or what a score head gives."""
         if done and self.pooling is not None and self.pooling.has_head:
             with np.errstate(over="ignore", invalid="ignore"):
-                found = ACTIVATIONS[self.pooling.activation](self.pooling.finish(_rows(done))[:, 0])
-            if not np.isfinite(found).all():
+                scored = ACTIVATIONS[self.pooling.activation](
+                    self.pooling.finish(_rows(done))[:, 0]
+                )
+            if not np.isfinite(scored).all():
                 raise EngineError(NOT_FINITE)
-            return [float(score) for score in found]
+            return [float(score) for score in scored]
         logits = _rows(done).astype(np.float64) if done else ()
         return [float(1 / (1 + np.exp(no - yes))) for yes, no in logits]
 

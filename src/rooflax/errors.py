@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 MAX_MEANT = 80
-"""Characters of a name that may be a mistyped one; looking for what is meant takes time."""
+"""Characters of a name that may be a mistyped one; the search takes time."""
 
 OTHER_NAMES = {
     "temp": "temperature",
@@ -53,7 +53,7 @@ class CheckpointError(RooflaxError):
 
 
 class RequestError(RooflaxError):
-    """What the caller asked for cannot be done: a value, a length, a prompt."""
+    """Invalid request: a value, a length or a prompt that cannot be used."""
 
 
 class QueueFull(RequestError):
@@ -65,20 +65,20 @@ class EngineError(RooflaxError):
 
 
 def first_line(error: BaseException) -> str:
-    """What another library's error says, in a line; XLA puts its own words before a kernel's, once
-    for every program around it."""
+    """First line of another library's error, without XLA's prefixes, which it repeats for every
+    program around a kernel."""
     line = (str(error).splitlines() or [""])[0]
     return line.rpartition("Error dispatching computation: ")[2].strip() or type(error).__name__
 
 
-def did_you_mean(given: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """ " (did you mean X?)" where one is close, and nothing where none is."""
-    if len(given) > MAX_MEANT:
+    if len(name) > MAX_MEANT:
         return ""
-    known, other = list(known), OTHER_NAMES.get(given)
+    known, other = list(known), OTHER_NAMES.get(name)
     if other in known:
         return f" (did you mean {other}?)"
     import difflib  # most commands end without it
 
-    close = difflib.get_close_matches(given, known, n=1, cutoff=0.7)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     return f" (did you mean {close[0]}?)" if close else ""

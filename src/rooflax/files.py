@@ -47,8 +47,8 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def check_mapped(mapped: mmap.mmap, path: str | os.PathLike[str]) -> None:
-    """Before a read of a mapped file: beyond the end of one that was cut, the system would end the
-    process.
+    """Checks a mapped file before a read: beyond the end of one that was cut, the system would kill
+    the process.
 
     Raises:
         CheckpointError: it is shorter than it was.
@@ -80,7 +80,7 @@ def read_input(path: str | os.PathLike[str], most: int = MAX_BYTES) -> bytes:
     """The content of a regular file, of a pipe (as of `<(...)`), or of stdin, which is "-".
 
     Raises:
-        OSError: as `read_regular`; or nobody writes into the pipe, which is not waited for.
+        OSError: as `read_regular`; or the pipe has no writer, which is not waited for.
     """
     is_stdin = path == "-"
     if not is_stdin and not stat.S_ISFIFO(os.stat(path).st_mode):
@@ -144,7 +144,7 @@ def sync_folder(folder: Path) -> None:
 def only_writer(
     path: str | os.PathLike[str], lock: Path | None = None, *, makes_folders: bool = False
 ) -> Iterator[None]:
-    """Keeps everybody else who asks from writing a file or folder meanwhile.
+    """Locks a file or folder against other writers.
 
     The lock is the kernel's, so that it ends with the process, however that ends. There is none on
     Windows, on a file system without locks, and where the lock's file cannot be made.

@@ -1,4 +1,4 @@
-"""Where rooflax keeps files of its own: compiled programs, which it can make again, and history."""
+"""Folders of rooflax's own files: the compile cache, and the history."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ CACHE_VARIABLE = "ROOFLAX_CACHE_DIR"
 
 def cache_folder() -> Path:
     """$ROOFLAX_CACHE_DIR, else rooflax in the user's cache folder."""
-    given = os.environ.get(CACHE_VARIABLE)
-    if given:
-        return Path(given)
+    stated = os.environ.get(CACHE_VARIABLE)
+    if stated:
+        return Path(stated)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "rooflax"
 

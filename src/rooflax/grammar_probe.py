@@ -26,7 +26,7 @@ STACK_BYTES = 4 << 20
 WORK_STACK_BYTES = 256 << 10
 """Of the thread that makes a mask, less than any thread of an engine has."""
 WHITESPACE = " "
-"""Between the parts of JSON, at most once: small models go on with white space for ever. A schema's
+"""Between the parts of JSON, at most once: small models repeat white space for ever. A schema's
 own "x-guidance": {"whitespace_pattern": ...} wins."""
 MAX_LEXER_STATES = 25_000
 """About 2 kB each."""
@@ -62,14 +62,14 @@ def compile_grammar(tokenizer: Any, kind: str, text: str) -> Any:
 
 
 def with_stack(size: int, work: Callable[[], Any]) -> Any:
-    """What `work` returns, from a thread with a stack of its own; raises what it raises."""
-    found: list[Any] = []
+    """Runs `work` in a thread with a larger stack; returns and raises as it does."""
+    outcome: list[Any] = []
 
     def run() -> None:
         try:
-            found.append((work(), None))
+            outcome.append((work(), None))
         except BaseException as error:
-            found.append((None, error))
+            outcome.append((None, error))
 
     before = threading.stack_size(size)
     try:
@@ -78,7 +78,7 @@ def with_stack(size: int, work: Callable[[], Any]) -> Any:
     finally:
         threading.stack_size(before)
     thread.join()
-    result, error = found[0]
+    result, error = outcome[0]
     if error is not None:
         raise error
     return result
@@ -121,9 +121,9 @@ def main() -> None:
 
         resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    given = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     tokenizer = llguidance.LLTokenizer(_Bytes())  # type: ignore[arg-type]
-    json.dump([_fault(tokenizer, given["kind"], text) for text in given["texts"]], sys.stdout)
+    json.dump([_fault(tokenizer, request["kind"], text) for text in request["texts"]], sys.stdout)
 
 
 def _fault(tokenizer: Any, kind: str, text: str) -> str:

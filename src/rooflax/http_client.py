@@ -30,7 +30,7 @@ class BadAnswer(OSError):
 
 
 class Server(NamedTuple):
-    """Where requests go.
+    """Address of a server.
 
     Attributes:
         base: of every path, without a slash at its end.
@@ -63,7 +63,7 @@ class Server(NamedTuple):
         return Server(parts.hostname, port or (443 if is_tls else 80), is_tls, base, key)
 
     def headers(self) -> dict[str, str]:
-        """Of every request."""
+        """Headers of every request."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         key = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
         return {"Host": f"{host}:{self.port}", "Content-Type": "application/json"} | key
@@ -129,7 +129,7 @@ class Connection(asyncio.Protocol):
         self._expect()
 
     def _expect(self) -> None:
-        """Nothing of the next answer has come."""
+        """Resets the parser for the next response."""
         self._pieces: list[tuple[float, bytes]] = []
         self._start = bytearray()  # of a head that is not complete
         self._head: tuple[int, dict[str, str]] | None = None  # status, headers
@@ -150,15 +150,15 @@ class Connection(asyncio.Protocol):
             address: of the server's host; None looks it up.
 
         Raises:
-            OSError: nobody answers there.
+            OSError: the server does not answer.
         """
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(CONNECT_S):
-            _, found = await loop.create_connection(
+            _, connection = await loop.create_connection(
                 Connection, address or server.host, server.port, ssl=server.is_tls or None,
                 server_hostname=server.host if server.is_tls else None,
             )  # fmt: skip
-        return found
+        return connection
 
     def connection_made(self, transport: Any) -> None:
         self._transport, self.is_open = transport, True
@@ -218,7 +218,7 @@ class Connection(asyncio.Protocol):
         return is_whole
 
     def _take_head(self, data: bytes) -> bytes:
-        """What comes behind the head, once that is complete."""
+        """Returns the bytes behind the head once the head is complete."""
         start = self._start
         looked = max(0, len(start) - 3)
         start += data
@@ -282,7 +282,7 @@ class Client:
         self._idle: list[Connection] = []
 
     async def ask(self, request: bytes) -> Reply:
-        """On a connection that is free, or a new one.
+        """Sends a request over a free connection, or a new one.
 
         Raises:
             OSError: there is no answer.
@@ -335,11 +335,11 @@ class Chunks:
         Raises:
             BadAnswer: a chunk's size is none.
         """
-        found, at = [], 0
+        chunks, at = [], 0
         while at < len(data) and not self.is_whole:
             if self._left:
                 taken = min(self._left, len(data) - at)
-                found.append(data[at : at + max(0, min(self._left - 2, taken))])
+                chunks.append(data[at : at + max(0, min(self._left - 2, taken))])
                 self._left, at = self._left - taken, at + taken
                 continue
             end = data.find(b"\n", at) + 1
@@ -350,7 +350,7 @@ class Chunks:
             if end:
                 self._begin(self._line.strip())
                 self._line = b""
-        return b"".join(found)
+        return b"".join(chunks)
 
     def _begin(self, line: bytes) -> None:
         if self._is_last:
@@ -370,7 +370,7 @@ def most_of(status: int) -> int:
 
 
 def too_long(status: int) -> BadAnswer:
-    """That an answer has more."""
+    """Error for an oversized response."""
     most = most_of(status)
     shown = f"{most >> 20} MiB" if most >> 20 else f"{most >> 10} KiB"
     return BadAnswer(f"the server's answer (status {status}) is over {shown} long")
@@ -379,11 +379,11 @@ def too_long(status: int) -> BadAnswer:
 def _head(text: bytes) -> tuple[int, dict[str, str]]:
     """Status and headers of an answer."""
     first, *lines = text.decode("latin-1").split("\r\n")
-    found = re.match("HTTP/[0-9.]+ ([0-9]{3})(?![0-9])", first)
-    if found is None:
+    match = re.match("HTTP/[0-9.]+ ([0-9]{3})(?![0-9])", first)
+    if match is None:
         raise BadAnswer("the server's answer is not HTTP")
     pairs = (line.partition(":") for line in lines)
-    return int(found[1]), {name.strip().lower(): value.strip() for name, _, value in pairs}
+    return int(match[1]), {name.strip().lower(): value.strip() for name, _, value in pairs}
 
 
 def event(data: str | bytes) -> dict[str, Any]:
@@ -393,20 +393,20 @@ def event(data: str | bytes) -> dict[str, Any]:
         BadAnswer: it is no JSON object.
     """
     try:
-        found = json.loads(data)
+        parsed = json.loads(data)
     except (ValueError, RecursionError):
-        found = ""
-    return _checked(found, dict, "a JSON object")
+        parsed = ""
+    return _checked(parsed, dict, "a JSON object")
 
 
 def choices(event: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Of an event; none where it has none.
+    """Choices of an event; empty if it has none.
 
     Raises:
         BadAnswer: they are no objects.
     """
-    found = _checked(event.get("choices", []), list, "a list of choices")
-    return [_checked(one, dict, "a list of choices") for one in found]
+    listed = _checked(event.get("choices", []), list, "a list of choices")
+    return [_checked(one, dict, "a list of choices") for one in listed]
 
 
 def part(fields: Mapping[str, Any], name: str, kind: type[Any] = str) -> Any:
@@ -430,7 +430,7 @@ def _checked(value: Any, kind: type[Any], wanted: str) -> Any:
 
 
 def reason(document: Any) -> str | None:
-    """Why a request failed, as the answer says it."""
+    """Reason why a request failed, from the response."""
     error = document.get("error") if isinstance(document, dict) else None
     said = error.get("message") if isinstance(error, dict) else error
     return said[:300] if isinstance(said, str) and said else None

@@ -103,7 +103,7 @@ class InputProcessor:
         self,
         request_id: int,
         ids: list[int],
-        given: SamplingParams,
+        params: SamplingParams,
         cache_salt: str = "",
         adapter: tuple[int, str] = (0, ""),
     ) -> list[Sample]:
@@ -118,15 +118,15 @@ class InputProcessor:
             RequestError: what this model cannot do, or a form that cannot be compiled.
             UnsupportedModelError: the checkpoint's defaults cannot be computed.
         """
-        asked, given = given.max_tokens, self._with_defaults(given, len(ids))
+        asked, params = params.max_tokens, self._with_defaults(params, len(ids))
         vocab = self._vocab_size
         check_prompt(ids, vocab, self.max_model_len)
         check_salt(cache_salt)
         salt = (
             sha256(f"{adapter[1]} {cache_salt}".encode()).hexdigest() if adapter[1] else cache_salt
         )
-        stop = frozenset(given.stop_token_ids)
-        if not given.ignore_eos:
+        stop = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
             stop |= self.stop_ids
         room = self.max_model_len - len(ids)
         if asked is not None and asked > room:
@@ -136,19 +136,19 @@ class InputProcessor:
                 f"context.",
                 param="max_tokens",
             )
-        max_tokens = min(given.max_tokens or room, room)
-        constraint = self.grammars.constraint(given, stop)
+        max_tokens = min(params.max_tokens or room, room)
+        constraint = self.grammars.constraint(params, stop)
         sequences = [
             EngineSequence(
                 request_id,
                 ids,
-                given,
+                params,
                 max_tokens,
                 stop,
                 index,
                 kv=KVState(salt, adapter=adapter[0]),
             )
-            for index in range(max(given.n, given.num_beams))
+            for index in range(max(params.n, params.num_beams))
         ]
         if constraint is not None:
             for sequence in sequences:
@@ -160,7 +160,7 @@ class InputProcessor:
             feature.check(sequences[0], vocab, self.max_num_seqs)
         return [
             Sample(sequence, IncrementalDecoder(self.tokenizer, ids))
-            for sequence in sequences[: given.n]
+            for sequence in sequences[: params.n]
         ]
 
     def forget_sampling_defaults(self) -> None:
@@ -171,12 +171,12 @@ class InputProcessor:
             eos_token_ids=d.eos_token_ids, bos_token_id=d.bos_token_id, pad_token_id=d.pad_token_id
         )
 
-    def _with_defaults(self, given: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """What a request leaves open, filled by the checkpoint; what both may say, together."""
+    def _with_defaults(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """Fills in the checkpoint's defaults, and merges values that both may set."""
         d = self.defaults
         d.check()
-        given = given.with_defaults(self.default_values())
-        if d.max_length is not None and given.max_tokens is None:
+        params = params.with_defaults(self.default_values())
+        if d.max_length is not None and params.max_tokens is None:
             room = d.max_length - num_prompt_tokens
             if room < 1:
                 raise RequestError(
@@ -184,25 +184,25 @@ class InputProcessor:
                     f"generation_config.json a max_length of {d.max_length}; give max_tokens.",
                     param="max_tokens",
                 )
-            given = replace(given, max_tokens=room)
+            params = replace(params, max_tokens=room)
         least = d.min_new_tokens
         least = (d.min_length or 0) - num_prompt_tokens if least is None else least
-        least = max(given.min_tokens, min(least, given.max_tokens or least))
-        if not (d.stop or d.banned_token_ids or d.logit_bias) and least == given.min_tokens:
-            return given
+        least = max(params.min_tokens, min(least, params.max_tokens or least))
+        if not (d.stop or d.banned_token_ids or d.logit_bias) and least == params.min_tokens:
+            return params
         known = range(self._vocab_size)
-        banned = (*given.banned_token_ids, *(i for i in d.banned_token_ids if i in known))
+        banned = (*params.banned_token_ids, *(i for i in d.banned_token_ids if i in known))
         bias = {i: value for i, value in d.logit_bias.items() if i in known}
         return replace(
-            given,
+            params,
             min_tokens=least,
-            stop=tuple(dict.fromkeys((*given.stop, *d.stop))),
+            stop=tuple(dict.fromkeys((*params.stop, *d.stop))),
             banned_token_ids=tuple(dict.fromkeys(banned)),
-            logit_bias=bias | dict(given.logit_bias),
+            logit_bias=bias | dict(params.logit_bias),
         )
 
     def default_values(self) -> dict[str, Any]:
-        """What the checkpoint says of sampling, by the fields of `SamplingParams`."""
+        """Sampling defaults of the checkpoint, by the fields of `SamplingParams`."""
         d = self.defaults
         values = {**d.sampling, "max_tokens": d.max_new_tokens}
         if d.do_sample is False:  # said outright: greedy, as in transformers

@@ -1,4 +1,4 @@
-"""What callers of `LLM` and `AsyncLLM` pass: prompts, conversations and sampling parameters."""
+"""Inputs of `LLM` and `AsyncLLM`: prompts, conversations and sampling parameters."""
 
 from __future__ import annotations
 
@@ -59,25 +59,25 @@ def as_conversations(
 def as_params(
     params: SamplingParams | Sequence[SamplingParams] | None,
     count: int,
-    given: Mapping[str, Any],
+    changes: Mapping[str, Any],
 ) -> list[SamplingParams]:
     """`count` sampling parameters.
 
     Args:
         params: one for all, or one per prompt; None is unset ones.
-        given: fields that replace theirs.
+        changes: fields that replace theirs.
 
     Raises:
         RequestError: another type, another number of them, an unknown field, or a wrong value.
     """
-    for name in given:
+    for name in changes:
         if name not in FIELDS:
             meant = did_you_mean(name, FIELDS)
             raise RequestError(f"There is no sampling parameter {name!r}{meant}.", param=name)
     if params is None:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
-        return [replace(params, **given) if given else params] * count
+        return [replace(params, **changes) if changes else params] * count
     several = isinstance(params, Sequence) and not isinstance(params, str)
     if not several or not all(isinstance(item, SamplingParams) for item in params):
         raise RequestError(
@@ -89,4 +89,4 @@ def as_params(
         raise RequestError(
             f"{len(params)} SamplingParams for {count} prompts; give one for each.", param="params"
         )
-    return [replace(item, **given) if given else item for item in params]
+    return [replace(item, **changes) if changes else item for item in params]

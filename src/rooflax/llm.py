@@ -40,7 +40,7 @@ from rooflax.loading.messages import encode, repaired
 from rooflax.loading.model_info import ModelInfo
 from rooflax.loading.plan import Plan, make_plan
 from rooflax.loading.settings import EngineSettings
-from rooflax.models.offloading import StreamPlan
+from rooflax.models.offloading import OffloadPlan
 from rooflax.nn.pooler import Pooler
 from rooflax.processes import check_not_forked
 
@@ -135,13 +135,13 @@ class LLM:
         return self.plan.prefix_caching
 
     @property
-    def stream_plan(self) -> StreamPlan | None:
-        """Which layers are streamed; None where all of them are in memory."""
+    def offload_plan(self) -> OffloadPlan | None:
+        """Plan of layer offloading; None if all layers are in memory."""
         return self.plan.offloading if self.plan.is_offloaded else None
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Of the engine that ran last."""
+        """KV-cache bytes of the latest engine."""
         return self._engine.kv_cache_bytes if self._engine else 0
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -158,10 +158,10 @@ class LLM:
         Raises:
             RequestError: one of them is no token id.
         """
-        given = list(ids)
-        if not all(is_whole(token) and token >= 0 for token in given):
-            raise RequestError(f"ids is {given!r:.80}; it must be a list of token ids.")
-        return self.tokenizer.decode(map(int, given), skip_special_tokens=skip_special_tokens)
+        token_ids = list(ids)
+        if not all(is_whole(token) and token >= 0 for token in token_ids):
+            raise RequestError(f"ids is {token_ids!r:.80}; it must be a list of token ids.")
+        return self.tokenizer.decode(map(int, token_ids), skip_special_tokens=skip_special_tokens)
 
     def encode_chat(
         self,
@@ -245,12 +245,12 @@ class LLM:
         Raises:
             RequestError, CheckpointError, EngineError: as `encode_chat` and `generate`.
         """
-        how: dict[str, Any] = {
+        template_options: dict[str, Any] = {
             "tools": tools,
             "chat_template": chat_template,
             "chat_template_kwargs": chat_template_kwargs,
         }
-        prompts = [self.encode_chat(one, **how) for one in as_conversations(messages)]
+        prompts = [self.encode_chat(one, **template_options) for one in as_conversations(messages)]
         return self.generate(prompts, params, **sampling)
 
     def stream(
@@ -267,8 +267,8 @@ class LLM:
         prompt_list = as_prompts(prompts)
         param_list = as_params(params, len(prompt_list), sampling)
         samples = []
-        for index, (prompt, given) in enumerate(zip(prompt_list, param_list, strict=True)):
-            samples += self.processor.samples(index, self.processor.prompt_ids(prompt), given)
+        for index, (prompt, one_params) in enumerate(zip(prompt_list, param_list, strict=True)):
+            samples += self.processor.samples(index, self.processor.prompt_ids(prompt), one_params)
         if samples:
             yield from self._run(samples)
 
@@ -300,8 +300,8 @@ class LLM:
         """
         pooler = self.embedder.pooler()
         self.embedder.check_dimensions(dimensions)
-        how = prompt_name, prompt, truncate_prompt_tokens
-        ids = [self.embedder.text_ids(text, *how) for text in as_prompts(texts)]
+        options = prompt_name, prompt, truncate_prompt_tokens
+        ids = [self.embedder.text_ids(text, *options) for text in as_prompts(texts)]
         return self.embedder.vectors(self._pooled(ids, pooler), dimensions, normalize)
 
     def rerank(
@@ -312,8 +312,8 @@ class LLM:
         instruction: str | None = None,
         truncate_prompt_tokens: int | None = None,
     ) -> list[float]:
-        """How well each document answers the query, in the order given: from 0 to 1, or any number
-        where a cross-encoder's checkpoint says so.
+        """Scores each document against the query, in the order given: from 0 to 1, or unbounded if
+        the cross-encoder's checkpoint says so.
 
         Args:
             instruction: what makes a document relevant; None is the model's own.
@@ -325,8 +325,8 @@ class LLM:
             EngineError: the model or the device failed.
         """
         pooler = self.embedder.pooler(scores=True)
-        how = instruction, truncate_prompt_tokens
-        ids = [self.embedder.pair_ids(query, document, *how) for document in documents]
+        options = instruction, truncate_prompt_tokens
+        ids = [self.embedder.pair_ids(query, document, *options) for document in documents]
         return self.embedder.scores(self._pooled(ids, pooler))
 
     def _pooled(self, texts: list[list[int]], pooler: Pooler) -> list[EngineSequence]:
@@ -372,7 +372,7 @@ class LLM:
                     stepped = engine.step()
                 for output in stepped:
                     sample = by_sequence.get(id(output.sequence))
-                    if sample is None:  # a beam that nobody asked for
+                    if sample is None:  # a beam beyond `n`
                         continue
                     delta = sample.take(output, self.load_s, compiled)
                     if delta.completion is not None:
@@ -418,7 +418,7 @@ class LLM:
         return Engine(self.model, self.plan.sized(num_slots, max_tokens, pooler), speculation)
 
     def speculation(self, num_slots: int, max_tokens: int) -> Speculation | None:
-        """Who drafts for an engine of this size."""
+        """Draft settings for an engine of this size."""
         return self._drafting and self._drafting.for_engine(num_slots, max_tokens)
 
     def score(
@@ -439,12 +439,12 @@ class LLM:
         prompt_list = as_prompts(prompts)
         if continuations is None:
             return [self._score(self.encode(prompt), 1) for prompt in prompt_list]
-        given = as_prompts(continuations)
-        if len(given) != len(prompt_list):
+        texts = as_prompts(continuations)
+        if len(texts) != len(prompt_list):
             raise RequestError(
-                f"{len(given)} continuations for {len(prompt_list)} prompts; give one for each."
+                f"{len(texts)} continuations for {len(prompt_list)} prompts; give one for each."
             )
-        ids = [(self.encode(p), self.encode(c)) for p, c in zip(prompt_list, given, strict=True)]
+        ids = [(self.encode(p), self.encode(c)) for p, c in zip(prompt_list, texts, strict=True)]
         if not all(prompt for prompt, _ in ids):
             raise RequestError("The prompt has no tokens; give at least one.")
         return [self._score([*prompt, *continuation], len(prompt)) for prompt, continuation in ids]
@@ -467,14 +467,15 @@ class LLM:
         return step_functions(self.model, self.options, self.mesh, max_steps=1)
 
     def _dense(self, function: Callable, ids: list[int], *more: np.ndarray) -> np.ndarray:
-        """What a step function without a cache gives for each token of a sequence, or place."""
+        """Runs a step function without a cache; returns its values for each token or place of a
+        sequence."""
         check_not_forked()
         check_prompt(ids, self.info.config.vocab_size, self.max_model_len, new_tokens=0)
         padded = np.zeros((1, min(bucket(len(ids), 16), self.max_model_len)), np.int32)
         padded[0, : len(ids)] = ids
         lengths = np.array([len(ids)], np.int32)
-        found, _ = function(self.model, (None, ()), padded, lengths, *more)
-        return np.asarray(found)[0, : len(ids)]
+        hidden, _ = function(self.model, (None, ()), padded, lengths, *more)
+        return np.asarray(hidden)[0, : len(ids)]
 
 
 def _run_untimed(work: Callable[[], None], samples: list[Sample]) -> None:

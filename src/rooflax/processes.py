@@ -85,14 +85,14 @@ def run(
     module: str,
     arguments: Sequence[str] = (),
     *,
-    given: str,
+    stdin: str,
     environment: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a child to its end and captures what it prints.
 
     Args:
-        given: the text of its stdin.
+        stdin: the text of its stdin.
 
     Raises:
         TimeoutExpired: it was killed after `timeout_s`.
@@ -109,7 +109,7 @@ def run(
     )
     with child:
         try:
-            out, err = child.communicate(given, timeout=timeout_s)
+            out, err = child.communicate(stdin, timeout=timeout_s)
         except BaseException:
             child.kill()
             raise

@@ -40,7 +40,8 @@ MISSING = (
 
 
 class _Place(NamedTuple):
-    """Where a text stands: what may follow, whether only the end can, and why nothing can."""
+    """State of a grammar after a text: the tokens allowed next, whether only the end is, and why
+    none are."""
 
     mask: np.ndarray
     is_complete: bool
@@ -185,7 +186,7 @@ class Grammars:
             self._compile_once(structured_output) if matcher is None else matcher, self, ends
         )
         if constraint.error is not None:
-            raise RequestError(f"{structured_output[0]} lets nothing begin. {constraint.error}")
+            raise RequestError(f"{structured_output[0]} has no valid output. {constraint.error}")
         if constraint.is_complete:
             raise RequestError(
                 f"{structured_output[0]} allows no text but the empty one; ask for another."
@@ -277,7 +278,7 @@ MARK = "\x02"
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance's TokenizerWrapper wants it.
+    """A tokenizer for llguidance's TokenizerWrapper.
 
     Called, it cuts text that the grammar forces as the tokenizer would cut it within a text.
     """
@@ -304,19 +305,19 @@ class _Vocabulary:
 
     def _cut(self, text: bytes) -> list[int]:
         """The longest token that fits, again and again; for text that the tokenizer rewrites."""
-        found, at = [], 0
+        ids, at = [], 0
         while at < len(text):
             sizes = range(min(self._longest, len(text) - at), 0, -1)
             size = next((n for n in sizes if text[at : at + n] in self._ids), None)
             if size is None:
                 break
-            found.append(self._ids[text[at : at + size]])
+            ids.append(self._ids[text[at : at + size]])
             at += size
-        return found
+        return ids
 
 
 def faults(grammars: Sequence[str]) -> list[str]:
-    """Why each Lark grammar cannot be compiled; "" where it can.
+    """Reasons why Lark grammars cannot be compiled; "" for one that can.
 
     Raises:
         RequestError: llguidance is missing.
@@ -337,14 +338,14 @@ def _probe(kind: str) -> Any:
 
 
 def _try_apart(kind: str, texts: Sequence[str]) -> list[str]:
-    """What is wrong with each text; "" where nothing is.
+    """Reasons why texts are rejected, found in another process; "" for one that is not.
 
     Raises:
         RequestError: compiling goes beyond its limits of time, memory and depth.
     """
-    given = json.dumps({"kind": kind, "texts": texts})
+    request = json.dumps({"kind": kind, "texts": texts})
     try:
-        done = processes.run("rooflax.grammar_probe", given=given, timeout_s=COMPILE_S)
+        done = processes.run("rooflax.grammar_probe", stdin=request, timeout_s=COMPILE_S)
     except processes.TimeoutExpired:
         raise RequestError(
             f"{kind} takes more than {COMPILE_S:g} s to compile; make it simpler."
@@ -363,7 +364,7 @@ _PATTERN = re.compile(rf"({_PLACE_OF_SCHEMA.pattern})?regex parse error")
 
 
 def reason(matcher: Any) -> str:
-    """Why an `llguidance.LLMatcher` is in error, in a line."""
+    """Error of an `llguidance.LLMatcher`, in one line."""
     return _sentence(matcher.get_error())
 
 

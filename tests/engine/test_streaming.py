@@ -15,7 +15,7 @@ from rooflax.loading.load import load_plan
 from rooflax.loading.plan import PLANNED, make_plan
 from rooflax.loading.save import save_model
 from rooflax.models.initialize import random_weights
-from rooflax.models.offloading import LayerStream, plan_offloading
+from rooflax.models.offloading import LayerReader, plan_offloading
 from rooflax.models.registry import read_config
 from rooflax.models.steps import new_cache
 from rooflax.nn.engine_config import EngineConfig
@@ -63,9 +63,9 @@ def pair(where, **how):
     """The resident model, and the same streamed."""
     whole = LLM(where, **how)
     streamed = LLM(where, weights_budget=budget_of(where, **how), **how)
-    assert streamed.stream_plan is not None
+    assert streamed.offload_plan is not None
     layers = streamed.model.config.num_layers
-    assert streamed.stream_plan.streamed == tuple(range(1, layers))
+    assert streamed.offload_plan.offloaded == tuple(range(1, layers))
     return whole, streamed
 
 
@@ -74,7 +74,7 @@ def same(whole, streamed):
     np.testing.assert_array_equal(streamed.logits(PROMPTS[2]), whole.logits(PROMPTS[2]))
     np.testing.assert_array_equal(streamed.score([PROMPTS[3]])[0], whole.score([PROMPTS[3]])[0])
     counts = streamed.model.counts
-    assert counts.num_bytes == counts.num_steps * streamed.stream_plan.bytes_per_step > 0
+    assert counts.num_bytes == counts.num_steps * streamed.offload_plan.bytes_per_step > 0
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_gguf_and_mxfp4_are_streamed(name, kind):
     """Of files with two layers only, so both are."""
     whole = LLM(gguf_cases.gguf(name, kind))
     plan = make_plan(whole.info, weights_budget=1 << 40)
-    model = load_plan(replace(plan, offloading=replace(plan.offloading, streamed=(0, 1))))
+    model = load_plan(replace(plan, offloading=replace(plan.offloading, offloaded=(0, 1))))
     run = step_functions(model, ExecutionOptions(decode_steps=1), None, 1).logits
     ids = np.array([PROMPTS[2]], np.int32)
     found, _ = run(model, (None, ()), ids, np.array([ids.size], np.int32))
@@ -133,10 +133,10 @@ def test_a_chunk_of_a_prompt_reads_each_layer_once(folder):
 
 def test_the_plan_is_the_budgets_arithmetic():
     layers = [10] * 12
-    assert plan_offloading(130, 10, layers, "m").streamed == ()
+    assert plan_offloading(130, 10, layers, "m").offloaded == ()
     half = plan_offloading(70, 10, layers, "m")
     assert (half.num_resident, half.bytes_per_step, half.memory_bytes) == (4, 80, 70)
-    assert half.streamed == (1, 2, 4, 5, 7, 8, 10, 11)  # spread, so that reading never waits
+    assert half.offloaded == (1, 2, 4, 5, 7, 8, 10, 11)  # spread, so that reading never waits
     least = plan_offloading(30, 10, layers, "m")
     assert (least.num_resident, least.memory_bytes) == (0, 30)
     for budget in range(30, 130):
@@ -180,12 +180,12 @@ def test_random_weights_have_no_file_to_stream_from():
 
 def test_what_fits_is_not_streamed(folder):
     llm = LLM(folder("llama"), weights_budget="1GB")
-    assert (llm.stream_plan, llm.options.decode_steps) == (None, None)
+    assert (llm.offload_plan, llm.options.decode_steps) == (None, None)
 
 
 def test_a_streamed_model_is_not_saved_nor_run_by_hand(folder, tmp_path):
     _, streamed = pair(folder("llama"))
-    with pytest.raises(RequestError, match="3 of 4 layers are streamed"):
+    with pytest.raises(RequestError, match="3 of 4 layers are offloaded"):
         save(streamed.model, tmp_path / "m")
     assert not (tmp_path / "m").exists()
     with pytest.raises(RequestError, match="without a weights budget"):
@@ -248,7 +248,7 @@ def settled(stream):
 
 def test_a_stream_reads_ahead_in_a_circle_and_holds_two_layers():
     reads = Reads()
-    stream = LayerStream(reads, (1, 2, 4), ("a", "b"))
+    stream = LayerReader(reads, (1, 2, 4), ("a", "b"))
     for index in (1, 2, 4, 1, 2):
         assert stream.take(index)["w"].index == index
         settled(stream)
@@ -262,7 +262,7 @@ def test_a_stream_reads_ahead_in_a_circle_and_holds_two_layers():
 
 def test_a_stream_goes_on_after_a_failure():
     reads = Reads()
-    stream = LayerStream(reads, (1, 2, 4), ("a", "b"))
+    stream = LayerReader(reads, (1, 2, 4), ("a", "b"))
     reads.fails = True
     stream.take(1)
     with pytest.raises(OSError, match="the disk is gone"):

@@ -268,7 +268,7 @@ def test_end_of_sequence_ids_are_no_part_of_a_text(folder, tmp_path):
     llm = LLM(tmp_path / "m")
     assert end in llm.stop_ids
     given = {"temperature": 0.0, "max_tokens": 20}
-    with pytest.raises(RequestError, match="regex lets nothing begin.*no token fits"):
+    with pytest.raises(RequestError, match="regex has no valid output.*no token fits"):
         llm.generate(PROMPTS[0], SamplingParams(regex="b", **given))
     bias = {end: 100.0}
     (found,) = llm.generate(PROMPTS[0], SamplingParams(regex="[abc]{2,}", logit_bias=bias, **given))

@@ -54,7 +54,7 @@ def test_drafts_that_hold_share_what_is_read(folder):
 def test_a_server_streams_and_compiles_nothing(folder):
     whole, streamed = pair(folder("qwen2"))
     wanted = tokens(whole)
-    budget = streamed.stream_plan.budget_bytes
+    budget = streamed.offload_plan.budget_bytes
     how = {"max_num_seqs": 2, "max_model_len": 64, "weights_budget": budget}
     server = AsyncLLM(folder("qwen2"), **how)
 
@@ -79,7 +79,7 @@ def test_programs_do_not_grow_with_the_depth(tmp_path, monkeypatch, name, groups
         monkeypatch.setitem(CONFIGS, name, CONFIGS[name] | {"num_hidden_layers": depth})
         where = write_checkpoint(tmp_path / str(depth), name)
         llm = LLM(where, weights_budget=budget_of(where))
-        assert len(llm.stream_plan.streamed) == depth - 1
+        assert len(llm.offload_plan.offloaded) == depth - 1
         jax.clear_caches()
         with count_compilations() as counts:
             llm.generate(PROMPTS[:1], GREEDY)

@@ -1,4 +1,4 @@
-"""What each option brings: from the slowest honest setting up, and the best but one.
+"""Ablations: the slowest setting with one option added at a time, and the best with one left out.
 
 Options never change a token, so every row must give the same ones; weight formats may.
 """
@@ -77,15 +77,16 @@ class Row:
 
 
 def comparable(work: Workload, resolved: Precision) -> Workload:
-    """With a KV cache as wide as the activations: without a cache nothing is rounded to its width.
+    """Sets the KV cache's dtype to that of the activations: without a cache nothing is rounded to
+    it.
 
     Args:
         resolved: the precision that the work's model is planned with.
     """
-    given = work.precision
-    if given.kv_dtype is not None or resolved.kv_dtype == resolved.dtype:
+    precision = work.precision
+    if precision.kv_dtype is not None or resolved.kv_dtype == resolved.dtype:
         return work
-    return replace(work, precision=replace(given, kv_dtype=resolved.dtype))
+    return replace(work, precision=replace(precision, kv_dtype=resolved.dtype))
 
 
 def ablation(work: Workload, config: Decoder, kernels: dict[str, str]) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, from a profiler trace of one run.
+"""Breakdown of a step's time by operation, from a profiler trace of one run.
 
 A trace names the instruction behind each event; the compiled program says which part of the model
 an instruction came from (`ops.parts`). What no instruction fills is dispatch: Python, transfers and
@@ -29,7 +29,7 @@ _MODULE = re.compile(r"HloModule ([\w.\-]+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
-class Event(NamedTuple):
+class TraceEvent(NamedTuple):
     """One instruction that ran: its program, its name, when."""
 
     module: str
@@ -62,7 +62,7 @@ def breakdown(work: Workload, folder: str | None = None) -> dict[str, Any]:
         with jax.profiler.trace(where):
             timeline = bench.run()
         events = list(_events(_newest_trace(Path(where))))
-    table = {f"{module}/{n}": part for module, found in parts.items() for n, part in found.items()}
+    table = {f"{module}/{n}": part for module, named in parts.items() for n, part in named.items()}
     mine = [
         event._replace(instruction=f"{event.module}/{event.instruction}")
         for event in events
@@ -89,7 +89,7 @@ def _programs(bench: Bench) -> Iterator[tuple[str, str]]:
         yield module[1], text
 
 
-def split(events: list[Event], at_ns: float) -> tuple[list[Event], list[Event]]:
+def split(events: list[TraceEvent], at_ns: float) -> tuple[list[TraceEvent], list[TraceEvent]]:
     """Events that begin before a time, and the others."""
     return (
         [event for event in events if event.start_ns < at_ns],
@@ -109,7 +109,7 @@ def instruction_parts(program: str) -> dict[str, str | None]:
     XLA forgets where a matmul came from when it reshapes its operands; attention's are batched
     and keep their names, so a nameless one is a weight's.
     """
-    found: dict[str, str | None] = {}
+    part_of: dict[str, str | None] = {}
     for line in program.splitlines():
         match = _INSTRUCTION.match(line)
         if match is None:
@@ -121,11 +121,13 @@ def instruction_parts(program: str) -> dict[str, str | None]:
         if inside[:1] in (["matmuls"], ["experts"]) and "norms" in inside:  # a matmul's prologue
             inside = ["norms"]
         part = inside[0] if inside else nameless
-        found[match["name"]] = None if match["opcode"] in CONTAINERS else part
-    return found
+        part_of[match["name"]] = None if match["opcode"] in CONTAINERS else part
+    return part_of
 
 
-def shares(events: list[Event], parts: dict[str, str | None], seconds: float) -> dict[str, float]:
+def shares(
+    events: list[TraceEvent], parts: dict[str, str | None], seconds: float
+) -> dict[str, float]:
     """Share of `seconds` per part; they sum to 1.
 
     Instructions of several threads overlap: together they get the time in which any of them ran,
@@ -142,8 +144,8 @@ def shares(events: list[Event], parts: dict[str, str | None], seconds: float) ->
     if total == 0:
         raise EngineError("the trace holds no event of the programs that ran")
     busy = min(1.0, covered((e.start_ns, e.end_ns) for e in leaves) / 1e9 / seconds)
-    found = {part: busy * time / total for part, time in spent.items()}
-    return found | {DISPATCH: 1.0 - busy}
+    share_of = {part: busy * time / total for part, time in spent.items()}
+    return share_of | {DISPATCH: 1.0 - busy}
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
@@ -162,7 +164,7 @@ def _newest_trace(folder: Path) -> Path:
     return traces[-1]
 
 
-def _events(trace: Path) -> Iterator[Event]:
+def _events(trace: Path) -> Iterator[TraceEvent]:
     """Every event of a trace that names an instruction."""
     for plane in jax.profiler.ProfileData.from_file(str(trace)).planes:
         for line in plane.lines:
@@ -171,4 +173,4 @@ def _events(trace: Path) -> Iterator[Event]:
                 if "hlo_op" in stats:
                     module = str(stats.get("hlo_module", ""))
                     end = event.start_ns + event.duration_ns
-                    yield Event(module, str(stats["hlo_op"]), event.start_ns, end)
+                    yield TraceEvent(module, str(stats["hlo_op"]), event.start_ns, end)

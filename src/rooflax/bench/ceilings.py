@@ -1,4 +1,4 @@
-"""What this machine allows: bytes per second read, operations per second multiplied.
+"""Ceilings of this machine: bytes read and operations multiplied per second.
 
 On CPU by the package's native loops (csrc/ceilings.cc), or by XLA's where those were not built,
 labelled so. On other devices by copies and matmuls of the dtype, each a loop in one program: one
@@ -82,9 +82,9 @@ def ceiling_reader(working_set: int, multiplied: str) -> Callable[[], Ceiling]:
 
 def num_threads() -> int:
     """Threads that XLA's CPU client uses: PJRT_NPROC, else the affinity mask."""
-    given = os.environ.get("PJRT_NPROC", "")
-    if given.isdigit() and int(given) > 0:
-        return int(given)
+    stated = os.environ.get("PJRT_NPROC", "")
+    if stated.isdigit() and int(stated) > 0:
+        return int(stated)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

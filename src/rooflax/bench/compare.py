@@ -42,7 +42,7 @@ class Comparison:
         }
 
     def lines(self) -> list[str]:
-        """For people: a line per quantity."""
+        """Lines for the terminal, one per quantity."""
         tokens = "the same tokens" if self.same_tokens else "different tokens"
         return [f"{self.label}: {tokens}"] + [
             f"  {name:<7}  {r.ratio:.3f}x  [{r.low:.3f}, {r.high:.3f}]  {r.verdict}"

@@ -22,7 +22,7 @@ LOOKUPS = ("embed", "position", "per_layer.embed")
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one step reads and multiplies.
+    """Bytes read and operations multiplied by one step.
 
     Attributes:
         weight_bytes: of the weights it reads.
@@ -40,7 +40,7 @@ class StepCost:
 
 
 def expected_experts(num_experts: int, chosen: int, tokens: int) -> float:
-    """How many different experts `tokens` tokens touch, if each chooses evenly."""
+    """Expected number of experts that `tokens` tokens select, if all are equally likely."""
     return num_experts * (1 - (1 - chosen / num_experts) ** tokens)
 
 

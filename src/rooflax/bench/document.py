@@ -54,20 +54,20 @@ def read_document(path: Path) -> dict[str, Any]:
     """
     wanted = "give a document of rooflax bench --json"
     try:
-        found = json.loads(read_regular(path))
+        document = json.loads(read_regular(path))
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror}; {wanted}") from None
     except (ValueError, RecursionError):
         raise RequestError(f"{path} is not JSON; {wanted}") from None
-    if not isinstance(found, dict) or not isinstance(found.get("results"), list):
+    if not isinstance(document, dict) or not isinstance(document.get("results"), list):
         raise RequestError(f"{path} has no results; {wanted}")
-    for row in found["results"]:
+    for row in document["results"]:
         for name, is_one in READ.items():
             if not isinstance(row, dict) or name not in row:
                 raise RequestError(f"{path} has a row without {name!r}; {wanted}")
             if not is_one(row[name]):
                 raise RequestError(f"{path} has a row whose {name!r} is none; {wanted}")
-    return found
+    return document
 
 
 def _is_text(value: Any) -> bool:

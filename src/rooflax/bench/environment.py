@@ -18,7 +18,7 @@ from rooflax.ops import native
 
 
 def environment() -> dict[str, Any]:
-    """What a figure depends on besides the model and the settings."""
+    """Environment of a measurement: versions, hardware and flags."""
     device = jax.devices()[0]
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -38,7 +38,7 @@ def environment() -> dict[str, Any]:
 
 
 def machine_state() -> dict[str, Any]:
-    """What else runs, and how fast the clock is, right now."""
+    """State of the machine at this moment: load, other processes and clock rate."""
     return {"load_average": round(os.getloadavg()[0], 2), "clock_mhz": clock_mhz()}
 
 

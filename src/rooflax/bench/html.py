@@ -106,7 +106,7 @@ def page(document: dict[str, Any]) -> str:
 
 
 def _results(results: Sequence[Result], settings: list[str] | None) -> Iterable[str]:
-    """What the rows share, and a table of the rest."""
+    """Tables of the results: the shared settings once, then one row for each result."""
     facts, figures = (
         [(name, [text(r) for r in results]) for name, text in columns]
         for columns in (FACTS, FIGURES)
@@ -146,8 +146,8 @@ def _plots(drawn: Sequence[Plot]) -> str:
     return '<div class="plots">\n' + "\n".join(figures) + "\n</div>"
 
 
-def _environment(found: dict[str, Any]) -> Iterable[tuple[str, str]]:
-    for name, value in found.items():
+def _environment(environment: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    for name, value in environment.items():
         if name.endswith("_bytes"):
             yield name.removesuffix("_bytes").replace("_", " "), _size(value)
         elif value != "":

@@ -30,8 +30,8 @@ _WORDS = ("time", "house", "water", "people", "small", "light", "garden", "winte
 
 
 @dataclass(frozen=True)
-class Load:
-    """What a server is asked.
+class ServerLoad:
+    """Load on a server: its requests and their arrival.
 
     Attributes:
         mix: a key of `MIXES`.
@@ -86,14 +86,14 @@ class Load:
             return drawn if vocab_size else [_WORDS[i] for i in drawn]
 
         shared = [some(3 * self.prompt_tokens // 4) for _ in range(NUM_PREFIXES)]
-        found = []
+        all_tokens = []
         for number, (size, _) in enumerate(self.lengths()):
             head = shared[number % NUM_PREFIXES] if self.mix == "prefix" else []
-            found.append([*head, *some(size - len(head))])
-        return found if vocab_size else [" ".join(words) for words in found]
+            all_tokens.append([*head, *some(size - len(head))])
+        return all_tokens if vocab_size else [" ".join(words) for words in all_tokens]
 
     def arrivals_s(self) -> list[float]:
-        """When each request of an open loop is sent."""
+        """Arrival times of an open loop's requests, in seconds."""
         assert self.per_s is not None
         rng = np.random.default_rng((self.seed, 2))
         return np.cumsum(rng.exponential(1 / self.per_s, self.num_requests)).tolist()
@@ -208,7 +208,7 @@ class Target:
 
 
 def answered(due_s: float, reply: Reply) -> Answered:
-    """What a streamed reply says."""
+    """Reads a streamed reply: when each token came, and how the request ended."""
     try:
         if reply.status != 200:
             raise BadAnswer(_reason(reply))
@@ -239,7 +239,7 @@ def _read(due_s: float, reply: Reply) -> Answered:
     return Answered(due_s, reply.started_s, tuple(times), *tokens, error)
 
 
-async def run_load(target: Target, load: Load) -> dict[str, Any]:
+async def run_load(target: Target, load: ServerLoad) -> dict[str, Any]:
     """Figures of one load.
 
     Raises:
@@ -257,12 +257,12 @@ async def run_load(target: Target, load: Load) -> dict[str, Any]:
         due = [started + at for at in load.arrivals_s()]
         replies = await _open_loop(target.client, requests, due)
     seconds, used_s = time.perf_counter() - started, time.process_time() - before_s
-    found = [
+    answers = [
         Answered(due_s, due_s, (), 0, 0, reply) if isinstance(reply, str) else
         answered(due_s if load.per_s is not None else reply.started_s, reply)
         for due_s, reply in replies
     ]  # fmt: skip
-    return summary(target.model or "", load, found, seconds, has_ids=bool(target.vocab_size)) | {
+    return summary(target.model or "", load, answers, seconds, has_ids=bool(target.vocab_size)) | {
         "generator_cpu_s": used_s,
         "generator_share_of_a_core": used_s / seconds,
     }
@@ -292,15 +292,15 @@ async def _send(client: Client, request: bytes) -> Reply | str:
 
 async def closed_loop(client: Client, requests: Sequence[bytes], concurrency: int) -> list[Sent]:
     """Every request, so many at once."""
-    found: list[Sent] = [(0.0, "")] * len(requests)
+    sent: list[Sent] = [(0.0, "")] * len(requests)
     coming = iter(enumerate(requests))
 
     async def one_after_another() -> None:
         for number, request in coming:
-            found[number] = (time.perf_counter(), await _send(client, request))
+            sent[number] = (time.perf_counter(), await _send(client, request))
 
     await asyncio.gather(*(one_after_another() for _ in range(concurrency)))
-    return found
+    return sent
 
 
 async def _open_loop(client: Client, requests: Sequence[bytes], due: list[float]) -> list[Sent]:
@@ -312,7 +312,12 @@ async def _open_loop(client: Client, requests: Sequence[bytes], due: list[float]
 
 
 def summary(
-    model: str, load: Load, found: Sequence[Answered], seconds: float, *, has_ids: bool = True
+    model: str,
+    load: ServerLoad,
+    answers: Sequence[Answered],
+    seconds: float,
+    *,
+    has_ids: bool = True,
 ) -> dict[str, Any]:
     """The document of `bench serve --json` and of `bench --request-rate`.
 
@@ -322,8 +327,8 @@ def summary(
     Raises:
         EngineError: no request was answered.
     """
-    done = [one for one in found if one.error is None]
-    errors = Counter(one.error for one in found if one.error is not None)
+    done = [one for one in answers if one.error is None]
+    errors = Counter(one.error for one in answers if one.error is not None)
     if not done:
         why = errors.most_common(1)[0][0]
         raise EngineError(f"No request was answered: {why.rstrip('.')}.")
@@ -341,8 +346,8 @@ def summary(
         "loop": "closed" if load.per_s is None else "open",
         "concurrency": load.concurrency if load.per_s is None else None,
         "request_rate": load.per_s,
-        "requests": len(found),
-        "failed": len(found) - len(done),
+        "requests": len(answers),
+        "failed": len(answers) - len(done),
         "errors": dict(errors),
         "seconds": seconds,
         "prompt_tokens": sum(one.prompt_tokens for one in done),
@@ -367,20 +372,20 @@ def _mean(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if values else None
 
 
-def load_table(found: dict[str, Any]) -> str:
-    """For people."""
-    how = (
-        f"{found['concurrency']} at once"
-        if found["loop"] == "closed"
-        else f"{found['request_rate']:g} a second"
+def load_table(result: dict[str, Any]) -> str:
+    """Lines of a load test for the terminal."""
+    arrival = (
+        f"{result['concurrency']} at once"
+        if result["loop"] == "closed"
+        else f"{result['request_rate']:g} a second"
     )
     head = (
-        f"{found['model']}: {found['requests']} requests, {how}, {found['mix']} "
-        f"({found['prompt_tokens']} + {found['output_tokens']} tokens in all): "
-        f"{found['output_tok_per_s']:.0f} tok/s, {found['requests_per_s']:.2f} requests/s"
+        f"{result['model']}: {result['requests']} requests, {arrival}, {result['mix']} "
+        f"({result['prompt_tokens']} + {result['output_tokens']} tokens in all): "
+        f"{result['output_tok_per_s']:.0f} tok/s, {result['requests_per_s']:.2f} requests/s"
     )
-    lines = [head, *latency_lines(found, "ttft_s", "tpot_s", "itl_s", "e2e_s")]
-    if "generator_share_of_a_core" in found:
-        lines.append(f"the load generator used {found['generator_share_of_a_core']:.1%} of a core")
-    lines += [f"failed: {number} x {why}" for why, number in found["errors"].items()]
+    lines = [head, *latency_lines(result, "ttft_s", "tpot_s", "itl_s", "e2e_s")]
+    if "generator_share_of_a_core" in result:
+        lines.append(f"the load generator used {result['generator_share_of_a_core']:.1%} of a core")
+    lines += [f"failed: {number} x {why}" for why, number in result["errors"].items()]
     return "\n".join(lines)

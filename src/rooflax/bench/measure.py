@@ -34,7 +34,7 @@ from rooflax.ops.kernels import ran
 
 
 def multiplied_as(storage: Storage) -> str:
-    """What most matmuls multiply, whose rate is the ceiling of operations.
+    """Operand type of most matmuls, whose rate is the compute ceiling.
 
     Formats that round multiply their code by int8; other weights are upcast to the activations as
     they are read.
@@ -123,14 +123,14 @@ class Bench:
 
     def of_batch(self, batch: int) -> Bench:
         """The same with fewer prompts, over the same weights."""
-        found = copy(self)
-        found.work = replace(self.work, batch=batch)
-        found._prepare()
-        return found
+        changed = copy(self)
+        changed.work = replace(self.work, batch=batch)
+        changed._prepare()
+        return changed
 
     @property
     def num_devices(self) -> int:
-        """Of the mesh; simulated ones are a single CPU."""
+        """Number of the mesh's devices; simulated ones are a single CPU."""
         simulated = jax.default_backend() == "cpu"
         return 1 if self.llm.mesh is None or simulated else self.llm.mesh.size
 
@@ -156,7 +156,7 @@ class Bench:
         )
 
     def describe(self) -> dict[str, Any]:
-        """What ran, for a reader of the result."""
+        """Describes the run for a reader of the result."""
         work, llm = self.work, self.llm
         options = work.as_json()["options"]
         return {
@@ -228,10 +228,10 @@ def check_output(timelines: list[Timeline], work: Workload, llm: LLM) -> None:
 def warnings_of(
     trials: list[Trial], void: list[Trial], before: dict[str, Any], after: dict[str, Any]
 ) -> list[str]:
-    """What is doubtful about the figures, each as one sentence."""
-    found = []
+    """Warnings about a measurement, one sentence each."""
+    warnings = []
     if void:
-        found.append(
+        warnings.append(
             f"{len(void)} trials were void and taken again: something compiled while the clock ran"
         )
     speeds = {
@@ -242,7 +242,7 @@ def warnings_of(
     if noise:
         load, clock = (f"{before[k]} -> {after[k]}" for k in ("load_average", "clock_mhz"))
         noise.append(f"over the trials, load average {load}, clock {clock} MHz")
-    return found + noise
+    return warnings + noise
 
 
 def figures(
@@ -295,7 +295,7 @@ def share_of_roofline(
 
 
 def least_seconds(cost: StepCost, before: Ceiling, after: Ceiling) -> dict[str, float]:
-    """What reading takes at the memory's ceiling, and multiplying at its own."""
+    """Least seconds of reading at the memory's ceiling and of multiplying at its own."""
     read = (before.read_gb_per_s + after.read_gb_per_s) / 2 * 1e9
     multiply = (before.flops_per_s + after.flops_per_s) / 2
     return {"memory": cost.total_bytes / read, "multiply": cost.operations / multiply}
@@ -309,6 +309,6 @@ def bound_of(trials: list[Trial], cost: StepCost) -> str:
 
 
 def device_peak() -> int | None:
-    """Peak bytes in use on the device, where it says so."""
+    """Peak bytes in use on the device, if it reports them."""
     stats = jax.devices()[0].memory_stats()
     return None if not stats else stats.get("peak_bytes_in_use")

@@ -128,7 +128,8 @@ def _legend(figure: Any, axes: Any) -> None:
 
 
 def _scale(axis: Any, values: Sequence[float], text: Callable[[float], str]) -> None:
-    """From 0; logarithmic where values are far apart, and then from below the smallest."""
+    """Scale of an axis: from 0, or logarithmic from below the smallest value if values are far
+    apart."""
     name, low, high = axis.axis_name, min(values), max(values)
     if low > 0 and high / low > LOG_FROM:
         axis.axes.set(**{f"{name}scale": "log", f"{name}lim": (low / 2, high * 1.5)})
@@ -198,7 +199,7 @@ def _roofline(document: dict[str, Any], names: Sequence[str]) -> Any:
     results, roofline = document["results"], document["roofline"]
     read, multiply = roofline["read_gb_per_s"] * 1e9, roofline["flops_per_s"]
     points = {phase: [_point(row, phase) for row in results] for phase in MARKERS}
-    every = [point for found in points.values() for point in found]
+    every = [point for of_series in points.values() for point in of_series]
     low = min(x for x, _ in every) / 3
     high = 4 * max(multiply / read, *(x for x, _ in every))
     figure, axes = _figure(HEIGHT + 0.4)

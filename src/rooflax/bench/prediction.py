@@ -36,7 +36,7 @@ TABLE = Path(__file__).with_name("efficiencies.json")
 
 
 class Fit(NamedTuple):
-    """Of steps of one kind in one format.
+    """Fit of the steps of one kind in one format.
 
     Attributes:
         efficiency: ideal seconds over seconds, without the fixed part.
@@ -55,7 +55,7 @@ class Fit(NamedTuple):
 
 
 def ideal_seconds(least: Mapping[str, float]) -> float:
-    """Of reading and multiplying, as `least_seconds` gives them."""
+    """Ideal seconds of reading and of multiplying, as `least_seconds` gives them."""
     return max(least.values())
 
 
@@ -71,14 +71,14 @@ def fit(points: Sequence[Mapping[str, Any]]) -> Fit | None:
     for point in points:
         others = [other for other in points if other["model"] != point["model"]]
         inverse, layer_s = _solve(others)
-        found = inverse * ideal_of(point) + layer_s * point["layers"]
-        errors.append(abs(point["s"] / found - 1))
+        predicted = inverse * ideal_of(point) + layer_s * point["layers"]
+        errors.append(abs(point["s"] / predicted - 1))
     inverse, layer_s = _solve(points)
     return Fit(1 / inverse, layer_s, max(errors), len({point["model"] for point in points}))
 
 
 def ideal_of(point: Mapping[str, Any]) -> float:
-    """Of a step of the table."""
+    """Ideal seconds of a step in the table."""
     return ideal_seconds({"memory": point["read_s"], "multiply": point["multiply_s"]})
 
 
@@ -100,21 +100,21 @@ def table() -> dict[str, list[dict[str, Any]]]:
 
 
 def fitted(kind: str, format: str, config: Decoder) -> Fit | None:
-    """What steps of other models say; None where there are too few.
+    """Fits the steps of other models; None if there are too few.
 
     Args:
         kind: "decode 1", "decode 8" or "prompts 8".
     """
-    own = parameters(config), config.num_layers
+    size = parameters(config), config.num_layers
     return fit([
         point for point in table().get(native.instruction_set(), ())
         if (point["kind"], point["format"]) == (kind, format)
-        and (point["parameters"], point["layers"]) != own
+        and (point["parameters"], point["layers"]) != size
     ])  # fmt: skip
 
 
 def parameters(config: Decoder) -> int:
-    """How many numbers a model's weights have."""
+    """Number of parameters of a model."""
     return sum(math.prod(slot.line.shape(config.axis_sizes)) for slot in config.slots())
 
 
@@ -142,27 +142,27 @@ def predict(plan: Plan) -> dict[str, Any] | None:
     readings = [read() for _ in range(READINGS)]
     format = format_of(plan.storage.format)
     format = ELSEWHERE.get(format, format)  # the same bytes and, but for a rotation, kernels
-    found: dict[str, Any] = {}
+    by_kind: dict[str, Any] = {}
     least = 0.0  # a step of several rows takes no less than that of one
     for kind, (tokens, cost) in steps.items():
         ideal = float(np.median([ideal_seconds(least_seconds(cost, x, x)) for x in readings]))
         known = fitted(kind, format, config)
         seconds = ideal if known is None else known.seconds(ideal, config.num_layers)
         seconds = least = max(seconds, least)
-        found[kind] = {
+        by_kind[kind] = {
             "tok_per_s": tokens / seconds,
             "error": known and known.error,
             "models": known.models if known else 0,
         }
-    return found
+    return by_kind
 
 
 def summary(plan: Plan) -> str | None:
     """The prediction in a few words; None where nothing is predicted or too little was measured."""
-    found = predict(plan)
-    if found is None or any(one["error"] is None for one in found.values()):
+    prediction = predict(plan)
+    if prediction is None or any(one["error"] is None for one in prediction.values()):
         return None
-    one, several, prompts = (each["tok_per_s"] for each in found.values())
+    one, several, prompts = (each["tok_per_s"] for each in prediction.values())
     return (
         f"about {one:,.0f} tok/s at 1 row, {several:,.0f} at {ROWS} rows, {prompts:,.0f} of prompts"
     )

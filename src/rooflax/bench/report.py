@@ -41,12 +41,12 @@ def rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
 
 
 def share_of(result: Result, test: str) -> str:
-    """Of the roofline, with the ceiling that the step meets first."""
+    """Percentage of the roofline, with the ceiling that limits the step."""
     return f"{result[f'{test}_roofline']:.1%} ({result[f'{test}_bound']})"
 
 
 def both_shares_of(result: Result, test: str) -> str:
-    """Of the memory's ceiling and of the other."""
+    """Percentages of the memory's ceiling and of the compute ceiling."""
     return f"MBU {result[f'{test}_mbu']:.1%}, MFU {result[f'{test}_mfu']:.1%}"
 
 
@@ -59,10 +59,10 @@ def ceilings_of(document: dict[str, Any]) -> str:
         readings.setdefault(result["format"], []).extend(one["flops_per_s"] for one in both)
     rates = [f"{roofline['flops_per_s'] / 1e9:.0f} GFLOP/s"]
     if len(readings) > 1:
-        rates = [f"{median(found) / 1e9:.0f} GFLOP/s {name}" for name, found in readings.items()]
+        rates = [f"{median(values) / 1e9:.0f} GFLOP/s {name}" for name, values in readings.items()]
     read = f"read {roofline['read_gb_per_s']:.1f} GB/s"
-    how = f"{roofline['source']}, {gib(roofline['buffer_bytes'])}"
-    return f"{read}, multiply {', '.join(rates)} ({how})"
+    source = f"{roofline['source']}, {gib(roofline['buffer_bytes'])}"
+    return f"{read}, multiply {', '.join(rates)} ({source})"
 
 
 def options_of(result: Result) -> str:
@@ -91,7 +91,7 @@ def labels(results: Sequence[Result], without: str = "") -> list[str]:
 
 
 def table(results: Sequence[Result]) -> str:
-    """For the terminal: what all rows share is said once above."""
+    """Table for the terminal; settings that all rows share stand once above it."""
     lines = rows(results)
     shared = [
         i for i, name in enumerate(HEADER)
@@ -179,12 +179,12 @@ def ablation_markdown(ablation: Sequence[Result]) -> str:
     return _markdown(ablation_cells(ablation))
 
 
-def breakdown_table(found: dict[str, Any]) -> str:
+def breakdown_table(result: dict[str, Any]) -> str:
     """Shares of the time of a decode step and of a prefill."""
-    cells = [("part", *(f"{phase} share" for phase in found["phases"]))]
-    parts = list(next(iter(found["phases"].values()))["shares"])
+    cells = [("part", *(f"{phase} share" for phase in result["phases"]))]
+    parts = list(next(iter(result["phases"].values()))["shares"])
     for part in parts:
-        shares = [phase["shares"][part] for phase in found["phases"].values()]
+        shares = [phase["shares"][part] for phase in result["phases"].values()]
         cells.append((part, *(f"{share:.1%}" for share in shares)))
     return "\n".join(_aligned(cells, left=(0,)))
 

@@ -19,7 +19,7 @@ CONTEXT_STEP = 64
 
 
 class Roofline:
-    """What this machine allows a model, read once.
+    """Roofline of this machine for one model, measured once.
 
     Attributes:
         decode_s: (rows, mean context) -> seconds that a decode step must take at least, to read its

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from rooflax.bench.load import Answered, Load, summary
+from rooflax.bench.load import Answered, ServerLoad, summary
 from rooflax.bench.workload import PROMPT_SEED, Workload
 from rooflax.engine.engine import Engine
 from rooflax.engine.sequence import Sequence
@@ -66,7 +66,7 @@ class Served:
         return time.perf_counter() - started
 
 
-def under_rate(work: Workload, load: Load) -> dict[str, Any]:
+def under_rate(work: Workload, load: ServerLoad) -> dict[str, Any]:
     """Percentiles of TTFT, ITL and end-to-end under load, and how many requests were good."""
     served = Served(work, work.prompt_tokens + work.output_tokens)
     prompts = cast(list[list[int]], load.prompts(served.vocab))
@@ -74,14 +74,14 @@ def under_rate(work: Workload, load: Load) -> dict[str, Any]:
     start = time.perf_counter()
     _play(served.engine, sequences, [start + at_s for at_s in load.arrivals_s()])
     seconds = max(s.times.tokens_s[-1] for s in sequences) - start
-    found = [
+    answers = [
         Answered(
             t.arrival_s, t.arrival_s, tuple(t.tokens_s), work.prompt_tokens, work.output_tokens
         )
         for t in (sequence.times for sequence in sequences)
     ]
     metrics = {"metrics": served.engine.metrics.as_dict()}
-    return summary(served.llm.info.name, load, found, seconds) | metrics
+    return summary(served.llm.info.name, load, answers, seconds) | metrics
 
 
 def _play(engine: Engine, sequences: list[Sequence], arrivals: list[float]) -> None:
@@ -99,7 +99,7 @@ def _play(engine: Engine, sequences: list[Sequence], arrivals: list[float]) -> N
 
 @dataclass(frozen=True)
 class BatchingGain:
-    """What the engine brings; medians of interleaved trials.
+    """Gain from batching in the engine; medians of interleaved trials.
 
     Attributes:
         prefix_tokens: that prompts share.
@@ -120,7 +120,7 @@ class BatchingGain:
 
     @property
     def share(self) -> float:
-        """Of what the parts allow."""
+        """Percentage of the throughput that the parts allow."""
         return self.together_tok_per_s / self.parts_tok_per_s
 
     @property
@@ -148,7 +148,7 @@ def batching_gain(work: Workload) -> BatchingGain:
 
 
 def _prefix_tokens(served: Served) -> int:
-    """Of the shared prefix: what the context holds of it, in whole blocks of any size."""
+    """Length of the shared prefix: as much of the context as fits, in whole blocks of any size."""
     return min(PREFIX_TOKENS, (served.max_tokens - SUFFIX_TOKENS - 1) // 64 * 64)
 
 
@@ -158,21 +158,21 @@ def _trial(served: Served, rng: np.random.Generator) -> tuple[float, ...]:
     def prompts(count: int, tokens: int) -> list[list[int]]:
         return rng.integers(0, served.vocab, (count, tokens)).tolist()
 
-    def run(given: list[list[int]], once: Callable[[list[Sequence]], float]) -> tuple[float, list]:
-        sequences = [served.sequence(prompt, work.output_tokens) for prompt in given]
+    def run(lists: list[list[int]], once: Callable[[list[Sequence]], float]) -> tuple[float, list]:
+        sequences = [served.sequence(prompt, work.output_tokens) for prompt in lists]
         seconds = once(sequences)
         return NUM_SLOTS * work.output_tokens / seconds, [s.output_tokens for s in sequences]
 
-    given = prompts(NUM_SLOTS, work.prompt_tokens)
+    token_lists = prompts(NUM_SLOTS, work.prompt_tokens)
     served.engine.forget_all()  # nothing of the prompts is cached, for either way
-    alone, wanted = run(given, lambda all_: sum(served.run([one]) for one in all_))
+    alone, wanted = run(token_lists, lambda all_: sum(served.run([one]) for one in all_))
     served.engine.forget_all()
-    together, tokens = run(given, served.run)
+    together, tokens = run(token_lists, served.run)
     if tokens != wanted:
         raise EngineError("requests gave other tokens together than one after another")
     parts = _parts(served, prompts(NUM_SLOTS, work.prompt_tokens))
     prefix, (first, second) = prompts(1, _prefix_tokens(served))[0], prompts(2, SUFFIX_TOKENS)
-    cold, warm = (served.sequence([*prefix, *own], 1) for own in (first, second))
+    cold, warm = (served.sequence([*prefix, *suffix], 1) for suffix in (first, second))
     return alone, together, parts, served.run([cold]), served.run([warm])
 
 
@@ -190,16 +190,16 @@ def _parts(served: Served, prompts: list[list[int]]) -> float:
     return len(prompts) * output_tokens / (first_s + each_s * len(prompts) * (output_tokens - 1))
 
 
-def gain_lines(found: BatchingGain) -> str:
-    """For people."""
+def gain_lines(gain: BatchingGain) -> str:
+    """Lines of the batching gain for the terminal."""
     return (
-        f"{NUM_SLOTS} requests one after another {found.alone_tok_per_s:.0f} tok/s, at once "
-        f"{found.together_tok_per_s:.0f} tok/s: {found.speedup:.1f}x (at least "
+        f"{NUM_SLOTS} requests one after another {gain.alone_tok_per_s:.0f} tok/s, at once "
+        f"{gain.together_tok_per_s:.0f} tok/s: {gain.speedup:.1f}x (at least "
         f"{LEAST_SPEEDUP:.0f}x, or {LEAST_SHARE:.0%} of what prompts and decode steps by "
-        f"themselves allow; here {found.share:.0%}), the same tokens\n"
-        f"prompt of {found.prefix_tokens + SUFFIX_TOKENS} tokens: first token after "
-        f"{1000 * found.cold_ttft_s:.0f} ms, with {found.prefix_tokens} of them cached after "
-        f"{1000 * found.warm_ttft_s:.0f} ms: {found.ttft_ratio:.1f}x (at least "
+        f"themselves allow; here {gain.share:.0%}), the same tokens\n"
+        f"prompt of {gain.prefix_tokens + SUFFIX_TOKENS} tokens: first token after "
+        f"{1000 * gain.cold_ttft_s:.0f} ms, with {gain.prefix_tokens} of them cached after "
+        f"{1000 * gain.warm_ttft_s:.0f} ms: {gain.ttft_ratio:.1f}x (at least "
         f"{LEAST_TTFT_RATIO:.0f}x)\n"
-        f"{'passed' if found.passed else 'FAILED'}"
+        f"{'passed' if gain.passed else 'FAILED'}"
     )

@@ -61,30 +61,30 @@ class Summary:
 
 
 def doubts(speed: Summary) -> list[str]:
-    """What is suspicious about the trials of a speed, each as one sentence with advice."""
-    found = []
+    """Reasons to doubt a speed's trials, each one sentence with advice."""
+    reasons = []
     values = speed.trials
     if speed.relative_std > NOISY:
-        found.append(
+        reasons.append(
             f"trials deviate by {speed.relative_std:.0%} of their mean: something else runs on "
             f"this machine, or its clock changes; stop other work, or raise --trials"
         )
     if len(values) < 4:
-        return found
+        return reasons
     rest = statistics.fmean(values[1:])
     if values[0] < rest * (1 - SLOW_FIRST):
-        found.append(
+        reasons.append(
             f"the first trial is {1 - values[0] / rest:.0%} slower than the others: pages were "
             f"still being read, or a clock was still rising"
         )
     half = len(values) // 2
     change = statistics.fmean(values[-half:]) / statistics.fmean(values[:half]) - 1
     if abs(change) > DRIFT:
-        found.append(
+        reasons.append(
             f"speed drifts by {change:+.0%} from the first to the second half: heat, clocks, or "
             f"another process; compare interleaved (--versus)"
         )
-    return found
+    return reasons
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Ratio:
 
     @property
     def verdict(self) -> str:
-        """What the interval shows; it says nothing where it holds 1."""
+        """Verdict of a confidence interval; empty if it contains 1."""
         if self.low > 1.0:
             return "faster"
         if self.high < 1.0:
@@ -165,22 +165,22 @@ def _t_over_normal(degrees: int) -> float:
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
     """p50, p90, p99 and the mean."""
-    found = {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
-    return found | {"mean": float(np.mean(values))}
+    values_at = {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
+    return values_at | {"mean": float(np.mean(values))}
 
 
-def latency_lines(found: dict[str, Any], *names: str) -> list[str]:
+def latency_lines(row: dict[str, Any], *names: str) -> list[str]:
     """Percentiles in milliseconds and the goodput of a load, for people.
 
     Args:
-        names: of `found`, what `percentiles` gave of seconds.
+        names: keys of `row` that hold `percentiles` of seconds.
     """
     lines = [f"{'ms':<10}" + "".join(f"{f'p{p}':>9}" for p in PERCENTILES) + f"{'mean':>9}"]
     for name in names:
-        values = [found[name][key] for key in (*(f"p{p}" for p in PERCENTILES), "mean")]
+        values = [row[name][key] for key in (*(f"p{p}" for p in PERCENTILES), "mean")]
         lines.append(f"{name[:-2]:<10}" + "".join(f"{1000 * v:9.1f}" for v in values))
     lines.append(
-        f"goodput {found['goodput_per_s']:.2f}/s: {found['good_requests']} of {found['requests']} "
-        f"with TTFT up to {found['target_ttft_s']:g} s and {found['target_tpot_s']:g} s a token"
+        f"goodput {row['goodput_per_s']:.2f}/s: {row['good_requests']} of {row['requests']} "
+        f"with TTFT up to {row['target_ttft_s']:g} s and {row['target_tpot_s']:g} s a token"
     )
     return lines

@@ -1,4 +1,4 @@
-"""When each token arrived, and the speeds that follow from it. Pure Python."""
+"""Timeline of generated tokens, and the speeds that follow from it. Pure Python."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Timeline:
 
     @property
     def first_s(self) -> float:
-        """When the last row had its first token: from here on all rows decode."""
+        """Time of the last row's first token: from here on all rows decode."""
         return max(row[0] for row in self.arrivals_s)
 
     @property
@@ -32,7 +32,7 @@ class Timeline:
 
     @property
     def decode_s(self) -> float:
-        """From the first token to the last."""
+        """Seconds from the first token to the last."""
         return max(row[-1] for row in self.arrivals_s) - self.first_s
 
     @property

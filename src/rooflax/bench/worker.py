@@ -33,7 +33,7 @@ def measure_apart(work: Workload, job: str = "measure", **arguments: Any) -> dic
     done = processes.run(
         "rooflax.bench.worker",
         [job],
-        given=json.dumps({"work": work.as_json(), "arguments": arguments}),
+        stdin=json.dumps({"work": work.as_json(), "arguments": arguments}),
         environment=_environment(work),
     )
     if done.returncode == 0:
@@ -50,16 +50,16 @@ def _environment(work: Workload) -> dict[str, str]:
     """Ours; with XLA's determinism flags in front of the user's, which win."""
     if not work.deterministic:
         return dict(os.environ)
-    given = os.environ.get("XLA_FLAGS", "")
-    return {**os.environ, "XLA_FLAGS": f"{DETERMINISTIC_FLAGS} {given}".strip()}
+    stated = os.environ.get("XLA_FLAGS", "")
+    return {**os.environ, "XLA_FLAGS": f"{DETERMINISTIC_FLAGS} {stated}".strip()}
 
 
 def main(job: str) -> int:
     """Runs a job; what it prints goes to stderr."""
-    given = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            document = _run(job, Workload.from_json(given["work"]), given["arguments"])
+            document = _run(job, Workload.from_json(request["work"]), request["arguments"])
     except RooflaxError as error:
         sys.stderr.write(f"{error}\n")
         return FAILED if isinstance(error, EngineError) else WRONG
@@ -76,9 +76,9 @@ def _run(job: str, work: Workload, arguments: dict[str, Any]) -> dict[str, Any]:
 
     from rooflax.bench.environment import environment
 
-    found = jax.default_backend()
-    if work.platform not in (None, found):  # JAX takes the CPU where a plugin is missing
-        raise RequestError(f"the platform {work.platform!r} is not here: JAX runs on {found!r}.")
+    backend = jax.default_backend()
+    if work.platform not in (None, backend):  # JAX takes the CPU where a plugin is missing
+        raise RequestError(f"the platform {work.platform!r} is not here: JAX runs on {backend!r}.")
     if job == "breakdown":
         from rooflax.bench.breakdown import breakdown
 

@@ -1,4 +1,4 @@
-"""What a row of a benchmark runs: a model, a shape of work, and settings."""
+"""Workload of a benchmark's row: a model, batch and lengths, and settings."""
 
 from __future__ import annotations
 
@@ -57,15 +57,11 @@ class Workload:
 
     def params(self) -> SamplingParams:
         """Greedy, and never ended by an end-of-sequence token."""
-        given = SamplingParams(max_tokens=self.output_tokens, temperature=0, ignore_eos=True)
-        return given.with_defaults({})
-
-    def undetermined(self) -> Workload:
-        """The same without fixed operations."""
-        return replace(self, deterministic=False)
+        params = SamplingParams(max_tokens=self.output_tokens, temperature=0, ignore_eos=True)
+        return params.with_defaults({})
 
     def as_json(self) -> dict[str, Any]:
-        """What `from_json` reads."""
+        """JSON that `from_json` reads."""
         return asdict(self)
 
     @staticmethod

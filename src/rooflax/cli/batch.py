@@ -38,7 +38,7 @@ MOST_REASONS, MOST_SAID = 5, 200
 
 
 @dataclass(frozen=True)
-class Request:
+class BatchRequest:
     """A line of the input."""
 
     name: str
@@ -49,15 +49,15 @@ class Request:
 def add_flags(parser: Parser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", nargs="?",
-        help="is served by `rooflax serve` meanwhile; default: the embedded chat model",
+        help="model to serve with `rooflax serve`; default: the embedded chat model",
     )  # fmt: skip
     add = parser.group("the files").add_argument
     add("--input", "-i", metavar="FILE", required=True,
         help="requests, one JSON object a line; - is stdin")  # fmt: skip
-    add("--output", "-o", metavar="FILE", required=True, help="answers; what is there is kept")
-    add("--force", action="store_true", help="replace the answers that are there")
+    add("--output", "-o", metavar="FILE", required=True, help="answers; existing ones are kept")
+    add("--force", action="store_true", help="replace existing answers")
     add = parser.group("the server").add_argument
-    add("--url", metavar="URL", help="of a running server, in place of MODEL")
+    add("--url", metavar="URL", help="URL of a running server, in place of MODEL")
     add("--api-key", metavar="KEY", help="default ROOFLAX_API_KEY")
     add("--serve-flags", metavar="FLAGS", help='for MODEL: --serve-flags="-q int8"')
     add("--concurrency", metavar="N", type=at_least_one, default=32,
@@ -68,7 +68,7 @@ def add_flags(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Asks what has no answer; exits with 1 where a request failed."""
     for name in ("model", "serve_flags"):
-        if args.url is not None and name in args.given:
+        if args.url is not None and name in args.stated:
             shown = "MODEL" if name == "model" else "--serve-flags"
             raise RequestError(f"--url and {shown} exclude each other; drop one of them")
     requests = read_requests(args.input)
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         return _answer(args, requests)
 
 
-def _answer(args: argparse.Namespace, requests: list[Request]) -> int:
+def _answer(args: argparse.Namespace, requests: list[BatchRequest]) -> int:
     _check_output(args.input, args.output)
     done = set() if args.force else answered(args.output)
     todo = [request for request in requests if request.name not in done]
@@ -122,13 +122,13 @@ def _check_output(source: str, path: str) -> None:
         raise RequestError(f"{path} is not a regular file; choose another.", param="output")
 
 
-def read_requests(path: str) -> list[Request]:
+def read_requests(path: str) -> list[BatchRequest]:
     """The input's requests.
 
     Raises:
         RequestError: naming the line.
     """
-    found: list[Request] = []
+    requests: list[BatchRequest] = []
     names = set[str]()
     for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
@@ -144,11 +144,11 @@ def read_requests(path: str) -> list[Request]:
         except RequestError as error:
             raise RequestError(f"Line {number} of {path}: {error}", param="input") from None
         names.add(request.name)
-        found.append(request)
-    return found
+        requests.append(request)
+    return requests
 
 
-def _request(raw: Any) -> Request:
+def _request(raw: Any) -> BatchRequest:
     wanted = {"custom_id": str, "method": str, "url": str, "body": dict}
     if not isinstance(raw, dict) or set(raw) != set(wanted):
         raise RequestError(f"it must be an object with {', '.join(wanted)}.")
@@ -159,7 +159,7 @@ def _request(raw: Any) -> Request:
         raise RequestError(f"it must be a POST to one of {', '.join(ROUTES)}.")
     if raw["body"].get("stream"):
         raise RequestError("a batch has no streams; drop stream.")
-    return Request(raw["custom_id"], raw["url"], raw["body"])
+    return BatchRequest(raw["custom_id"], raw["url"], raw["body"])
 
 
 def _lines(path: str) -> list[str]:
@@ -179,7 +179,7 @@ def answered(path: str) -> set[str]:
     """
     if not Path(path).exists():
         return set()
-    found, kept, before = set[str](), [], read_regular(path)
+    ids, kept, before = set[str](), [], read_regular(path)
     for line in before.splitlines(keepends=True):
         if not line.endswith(b"\n"):
             break
@@ -194,13 +194,13 @@ def answered(path: str) -> set[str]:
                 param="output",
             ) from None
         if not has_failed:
-            found.add(name)
+            ids.add(name)
             kept.append(line)
     after = b"".join(kept)
     if after != before:
         with replacing(path) as file:
             file.write(after)
-    return found
+    return ids
 
 
 def _has_failed(answer: dict[str, Any]) -> bool:
@@ -208,7 +208,7 @@ def _has_failed(answer: dict[str, Any]) -> bool:
 
 
 async def _ask_all(
-    client: Client, todo: Sequence[Request], concurrency: int, file: IO[bytes], show: Any
+    client: Client, todo: Sequence[BatchRequest], concurrency: int, file: IO[bytes], show: Any
 ) -> Counter[str]:
     """Asks all of them; why how many failed."""
     coming, failed, num_done = iter(todo), Counter[str](), 0
@@ -240,7 +240,7 @@ def _reason(answer: dict[str, Any]) -> str:
     return (said or f"status {answer['response']['status_code']}")[:MOST_SAID]
 
 
-async def _ask(client: Client, request: Request) -> dict[str, Any]:
+async def _ask(client: Client, request: BatchRequest) -> dict[str, Any]:
     """A line of the output."""
     head = {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": request.name}
 
@@ -268,8 +268,8 @@ async def _ask(client: Client, request: Request) -> dict[str, Any]:
     return {**head, "response": response, "error": None}
 
 
-async def _patient(client: Client, request: Request) -> Reply:
-    """The reply; where the server is busy, it is asked again when it says so."""
+async def _patient(client: Client, request: BatchRequest) -> Reply:
+    """Asks for the reply; retries after the time that a busy server states."""
     wait_s = 1.0
     for _ in range(MOST_TRIES - 1):
         reply = await client.post(request.path, request.body)

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import itertools
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ OF_RATE = {
     "target_ttft": "target_ttft_s",
     "target_tpot": "target_tpot_s",
 }
-"""Flags that mean something only with --request-rate, and what `Load` calls them."""
+"""Flags that mean something only with --request-rate, and what `ServerLoad` calls them."""
 MODEL = ("model", "revision", "offline", "ignore_config_keys", "lora")
 SETTINGS = (*LISTS, "no_cache", "no_jit")
 DEVICE = ("platform", "threads")
@@ -60,14 +61,22 @@ def add_flags(parser: Parser) -> None:
     add("--trials", metavar="N", type=at_least_one, default=5, help="timed runs; default 5")
     add("--deterministic", action="store_true", help="deterministic operations, and what they cost")
     add = parser.group("instead of a row per combination").add_argument
-    add("--ablate", action="store_true", help="options one by one, from the slowest up")
+    add(
+        "--ablate",
+        action="store_true",
+        help="add options one at a time, from the slowest setting up",
+    )
     add("--versus", metavar="FLAGS", help='compare with these flags: --versus="--no-cache"')
     add("--compare", metavar="FILE", nargs=2, help="two documents of --json")
     add("--breakdown", action="store_true", help="time shares of attention, matmuls, norms ...")
     add("--profile", metavar="DIR", help="write a trace of one run for xprof or Perfetto")
-    add("--quick", action="store_true", help="without and with a KV cache; exit 1 below 3x")
-    add("--concurrent", action="store_true", help="16 at once; prefix caching; exit 1 below target")
-    add("--request-rate", metavar="R", type=number, help="requests arriving at R per second")
+    add("--quick", action="store_true", help="compare with and without a KV cache; exit 1 below 3x")
+    add(
+        "--concurrent",
+        action="store_true",
+        help="gain from batching 16 requests; exit 1 below target",
+    )
+    add("--request-rate", metavar="R", type=number, help="arrival rate: R requests per second")
     add("--requests", metavar="N", type=at_least_one, help="number of requests; default 64")
     add("--target-ttft", metavar="S", type=number, help="seconds, for goodput; default 1")
     add("--target-tpot", metavar="S", type=number, help="seconds a token; default 0.1")
@@ -110,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _mode(args: argparse.Namespace) -> str:
-    """What is asked for instead of rows, "" for rows.
+    """Mode that replaces rows ("" for rows).
 
     Raises:
         RequestError: flags that contradict each other.
@@ -123,11 +132,11 @@ def _mode(args: argparse.Namespace) -> str:
         raise RequestError(f"{one} and {other} are different jobs; give one of them")
     mode = modes[0] if modes else ""
     for name in OF_RATE:
-        if name in args.given and mode != "request_rate":
+        if name in args.stated and mode != "request_rate":
             flag = _flag(name)
             raise RequestError(f"{flag} has a meaning only with --request-rate; give that too")
     job = _flag("profile" if args.profile is not None else mode)
-    for name in args.given:
+    for name in args.stated:
         if name not in (mode, *MEANT[mode], *ALWAYS):
             raise RequestError(f"{_flag(name)} has no meaning with {job}; drop one of them")
     shown = [name for name in ("json", "markdown", "report") if getattr(args, name)]
@@ -162,7 +171,7 @@ def _measured(works: list[Workload], quiet: bool) -> list[dict[str, Any]]:
     from rooflax.bench.document import with_cost
     from rooflax.bench.worker import measure_apart
 
-    found = []
+    rows = []
     for index, work in enumerate(works, start=1):
         label = (
             f"row {index} of {len(works)}: batch {work.batch}, "
@@ -171,9 +180,9 @@ def _measured(works: list[Workload], quiet: bool) -> list[dict[str, Any]]:
         with terminal.status(label[:76], quiet):
             row = measure_apart(work)
             if work.deterministic:
-                row = with_cost(row, measure_apart(work.undetermined()))
-        found.append(row)
-    return found
+                row = with_cost(row, measure_apart(replace(work, deterministic=False)))
+        rows.append(row)
+    return rows
 
 
 def _print_rows(args: argparse.Namespace, document: dict[str, Any]) -> None:
@@ -232,11 +241,11 @@ def _breakdown(args: argparse.Namespace) -> int:
     work = _one(args, "--profile" if args.profile else "--breakdown")
     folder = None if args.profile is None else str(Path(args.profile).absolute())
     with terminal.status("profiling", args.quiet):
-        found = measure_apart(work, "breakdown", folder=folder)
+        document = measure_apart(work, "breakdown", folder=folder)
     if args.json:
-        terminal.print_json({"environment": found["environment"], **found["result"]})
+        terminal.print_json({"environment": document["environment"], **document["result"]})
     else:
-        print(report.breakdown_table(found["result"]))
+        print(report.breakdown_table(document["result"]))
         if folder and not args.quiet:
             terminal.say(f"trace: {folder}")
     return DONE
@@ -246,32 +255,35 @@ def _quick(args: argparse.Namespace) -> int:
     from rooflax.bench.quick import LEAST_RATIO, quick
 
     with terminal.status("old method against new", args.quiet):
-        found = quick()
+        speeds = quick()
     if args.json:
-        terminal.print_json(vars(found) | {"ratio": found.ratio, "passed": found.passed})
+        terminal.print_json(vars(speeds) | {"ratio": speeds.ratio, "passed": speeds.passed})
     else:
-        same = "the same tokens" if found.same_tokens else "DIFFERENT tokens"
+        same = "the same tokens" if speeds.same_tokens else "DIFFERENT tokens"
         print(
-            f"without cache {found.old_tok_per_s:.0f} tok/s, with cache {found.new_tok_per_s:.0f} "
-            f"tok/s: {found.ratio:.1f}x (at least {LEAST_RATIO:.0f}x), {same}"
+            f"without cache {speeds.old_tok_per_s:.0f} tok/s, with cache "
+            f"{speeds.new_tok_per_s:.0f} tok/s: {speeds.ratio:.1f}x (at least "
+            f"{LEAST_RATIO:.0f}x), {same}"
         )
-    return DONE if found.passed else FAILED
+    return DONE if speeds.passed else FAILED
 
 
 def _request_rate(args: argparse.Namespace) -> int:
-    from rooflax.bench.load import Load, load_table
+    from rooflax.bench.load import ServerLoad, load_table
     from rooflax.bench.serving import under_rate
 
     work = _one(args, "--request-rate")
     lengths = {name: getattr(work, name) for name in LENGTHS}
-    given = {"per_s": args.request_rate, **{n: getattr(args, k) for k, n in OF_RATE.items()}}
-    load = Load(**lengths, **{name: value for name, value in given.items() if value is not None})
+    options = {"per_s": args.request_rate, **{n: getattr(args, k) for k, n in OF_RATE.items()}}
+    load = ServerLoad(
+        **lengths, **{name: value for name, value in options.items() if value is not None}
+    )
     with terminal.status(f"{load.num_requests} requests", args.quiet):
-        found = under_rate(work, load)
+        result = under_rate(work, load)
     if args.json:
-        terminal.print_json(found)
+        terminal.print_json(result)
     else:
-        print(load_table(found))
+        print(load_table(result))
     return DONE
 
 
@@ -280,14 +292,14 @@ def _concurrent(args: argparse.Namespace) -> int:
 
     work = _one(args, "--concurrent")
     with terminal.status("alone and together", args.quiet):
-        found = batching_gain(work)
+        gain = batching_gain(work)
     if args.json:
         names = ("speedup", "share", "ttft_ratio")
-        ratios = {name: getattr(found, name) for name in names}
-        terminal.print_json(vars(found) | ratios | {"passed": found.passed})
+        ratios = {name: getattr(gain, name) for name in names}
+        terminal.print_json(vars(gain) | ratios | {"passed": gain.passed})
     else:
-        print(gain_lines(found))
-    return DONE if found.passed else FAILED
+        print(gain_lines(gain))
+    return DONE if gain.passed else FAILED
 
 
 def _versus(args: argparse.Namespace) -> int:
@@ -296,11 +308,11 @@ def _versus(args: argparse.Namespace) -> int:
     work = _one(args, "--versus")
     other = _one(_other_args(args), "--versus")
     with terminal.status("interleaved trials", args.quiet):
-        found = versus(work, other, f"{args.versus} against without")
+        comparison = versus(work, other, f"{args.versus} against without")
     if args.json:
-        terminal.print_json(found.as_json())
+        terminal.print_json(comparison.as_json())
     else:
-        print("\n".join(found.lines()))
+        print("\n".join(comparison.lines()))
     return DONE
 
 
@@ -312,14 +324,14 @@ def _other_args(args: argparse.Namespace) -> argparse.Namespace:
     """
     from rooflax.cli.main import parser_of
 
-    own = argparse.Namespace(**vars(args))
+    namespace = argparse.Namespace(**vars(args))
     try:
         words = shlex.split(args.versus)
     except ValueError as error:
         raise RequestError(f"--versus is {args.versus!r}: {error}") from None
-    other = parser_of("bench").parse_args(words, namespace=own)
+    other = parser_of("bench").parse_args(words, namespace=namespace)
     other.model = other.model or args.model
-    for name in other.given:
+    for name in other.stated:
         if name in NEW_PROCESS:
             raise RequestError(f"--versus cannot hold {_flag(name)}: both sides run in one process")
         if name not in (*MODEL, *SETTINGS):
@@ -332,11 +344,11 @@ def _compare(args: argparse.Namespace) -> int:
     from rooflax.bench.document import read_document
 
     a, b = (read_document(Path(name)) for name in args.compare)
-    found = compare_documents(a, b)
+    comparisons = compare_documents(a, b)
     if args.json:
-        terminal.print_json({"comparisons": [c.as_json() for c in found]})
+        terminal.print_json({"comparisons": [c.as_json() for c in comparisons]})
         return DONE
-    for comparison in found:
+    for comparison in comparisons:
         print("\n".join(comparison.lines()))
     if not args.quiet:
         terminal.say("note: not measured interleaved; the machine may have changed in between")

@@ -14,7 +14,7 @@ from rooflax.cli.parser import Parser, at_least_one, number, whole
 from rooflax.errors import RequestError
 
 if TYPE_CHECKING:
-    from rooflax.bench.load import Load
+    from rooflax.bench.load import ServerLoad
     from rooflax.http_client import Server
 
 SUMMARY = "measure an OpenAI server under load"
@@ -23,11 +23,11 @@ SUMMARY = "measure an OpenAI server under load"
 def add_flags(parser: Parser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", nargs="?",
-        help="is served by `rooflax serve` for the measurement; default: the embedded chat model",
+        help="model to serve with `rooflax serve`; default: the embedded chat model",
     )  # fmt: skip
     add = parser.group("the server").add_argument
-    add("--url", metavar="URL", help="of a running server, in place of MODEL")
-    add("--model-name", metavar="NAME", help="as served at --url; default the first there")
+    add("--url", metavar="URL", help="URL of a running server, in place of MODEL")
+    add("--model-name", metavar="NAME", help="name at --url; default the first one there")
     add("--api-key", metavar="KEY", help="default ROOFLAX_API_KEY")
     add("--serve-flags", metavar="FLAGS", help='for MODEL: --serve-flags="-q int8"')
     add = parser.group("the load").add_argument
@@ -48,14 +48,14 @@ def add_flags(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     for one, other in (("url", "model"), ("url", "serve_flags"), ("concurrency", "request_rate")):
-        if one in args.given and other in args.given:
+        if one in args.stated and other in args.stated:
             names = ["MODEL" if n == "model" else f"--{n.replace('_', '-')}" for n in (one, other)]
             raise RequestError(f"{names[0]} and {names[1]} exclude each other; drop one of them")
     if args.url is None and args.model_name is not None:
         raise RequestError("--model-name is for --url; give that too")
-    from rooflax.bench.load import Load, load_table
+    from rooflax.bench.load import ServerLoad, load_table
 
-    load = Load(
+    load = ServerLoad(
         num_requests=args.requests,
         prompt_tokens=args.prompt_tokens,
         output_tokens=args.output_tokens,
@@ -73,12 +73,12 @@ def run(args: argparse.Namespace) -> int:
             own_server(args.model, words_of("--serve-flags", args.serve_flags or ""))
         )
         show(f"{args.requests} requests")
-        found = asyncio.run(_measure(server_at(url, args.api_key), load, args.model_name))
+        result = asyncio.run(_measure(server_at(url, args.api_key), load, args.model_name))
     if args.json:
-        terminal.print_json(found)
+        terminal.print_json(result)
     else:
-        print(terminal.harmless(load_table(found)))
-    return 0 if found["failed"] == 0 else 1
+        print(terminal.harmless(load_table(result)))
+    return 0 if result["failed"] == 0 else 1
 
 
 def server_at(url: str, key: str | None) -> Server:
@@ -88,7 +88,7 @@ def server_at(url: str, key: str | None) -> Server:
     return Server.of(url, key or os.environ.get("ROOFLAX_API_KEY", "").split(",")[0] or None)
 
 
-async def _measure(server: Server, load: Load, model: str | None) -> dict[str, Any]:
+async def _measure(server: Server, load: ServerLoad, model: str | None) -> dict[str, Any]:
     from rooflax.bench.load import Target, run_load
 
     async with Target(server, model) as target:

@@ -15,7 +15,7 @@ from rooflax.cli.generate import first_delta_awaited
 from rooflax.cli.parser import Parser
 from rooflax.cli.session import open_llm
 from rooflax.cli.statistics import Speed
-from rooflax.cli.wrapping import Wrapper
+from rooflax.cli.wrapping import LineWrapper
 from rooflax.conversation import Conversation
 from rooflax.errors import CheckpointError, EngineError, RequestError, RooflaxError
 from rooflax.loading.harmony import FINAL, HarmonyFilter, speaks_harmony
@@ -49,7 +49,9 @@ def add_flags(parser: Parser) -> None:
         "--show-thinking", action="store_true", help="show GPT-OSS's other channels too, faint"
     )
     group = parser.group("a server in place of a model loaded here")
-    group.add_argument("--url", metavar="URL", help="of an OpenAI server; MODEL is a name there")
+    group.add_argument(
+        "--url", metavar="URL", help="URL of an OpenAI-compatible server; MODEL is a name there"
+    )
     group.add_argument("--api-key", metavar="KEY", help="default ROOFLAX_API_KEY")
     flags.add_sampling(parser, max_tokens=DEFAULT_MAX_TOKENS, samples=False)
     flags.add_max_model_len(parser, help="longest conversation in tokens")
@@ -117,7 +119,7 @@ def _greet(conversation: Conversation) -> None:
 
 
 def size_line(llm: LLM) -> str:
-    """What runs here and how large it is; of the embedded model what it can do too."""
+    """Line with the model and its size; for the embedded model also its abilities."""
     from rooflax.cli.models import billions
     from rooflax.models.memory import gib
 
@@ -160,11 +162,11 @@ def _turn(chat: Chat, question: str, args: argparse.Namespace) -> None:
 
 
 def _shower(llm: LLM, args: argparse.Namespace) -> Callable[[Any], str]:
-    """What writes a delta to stdout and returns its part of the answer."""
+    """Returns a function that writes a delta to stdout and returns its part of the answer."""
     if speaks_harmony(llm.tokenizer) and llm.tokenizer.chat_template is not None:
         return _HarmonyWriter(HarmonyFilter(llm.tokenizer), args.show_thinking)
 
-    wrap = Wrapper()
+    wrap = LineWrapper()
 
     def show(delta: Any) -> str:
         if delta.text:
@@ -179,7 +181,7 @@ class _HarmonyWriter:
 
     def __init__(self, channels: HarmonyFilter, show_thinking: bool):
         self._channels, self._show_thinking = channels, show_thinking
-        self._wrap = Wrapper()
+        self._wrap = LineWrapper()
         self._thinking = False
 
     def __call__(self, delta: Any) -> str:

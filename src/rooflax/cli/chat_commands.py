@@ -64,7 +64,7 @@ class Chat:
         terminal.say(f"system: {self.conversation.system or 'none'}")
 
     def _params(self, rest: str) -> None:
-        given: dict[str, Any] = {}
+        changes: dict[str, Any] = {}
         for part in rest.split():
             name, equals, value = part.partition("=")
             name = usual(name)
@@ -73,12 +73,12 @@ class Chat:
                     f"{part!r} is no sampling parameter{did_you_mean(name, FIELDS)}; write "
                     f"NAME=VALUE, as in temperature=0.7."
                 )
-            given[name] = _value(value)
-        self.params = replace(self.params, **given)
+            changes[name] = _value(value)
+        self.params = replace(self.params, **changes)
         plain = SamplingParams()
         for name in FIELDS:
             value = getattr(self.params, name)
-            if value != getattr(plain, name) or name in given:
+            if value != getattr(plain, name) or name in changes:
                 terminal.say(f"{name}={json.dumps(value)}")
 
     def _regen(self, rest: str) -> str:
@@ -140,8 +140,8 @@ def complete(line: str) -> tuple[str, list[str]]:
         names = [name + space for name, space, _ in (each.partition(" ") for each, _ in HELP)]
         return line, [each for each in names if line and each.startswith(line)]
     if name in ("/save", "/load"):
-        found = sorted(glob.glob(f"{glob.escape(rest)}*"))
-        return rest, [f"{path}{os.sep}" if os.path.isdir(path) else path for path in found]
+        paths = sorted(glob.glob(f"{glob.escape(rest)}*"))
+        return rest, [f"{path}{os.sep}" if os.path.isdir(path) else path for path in paths]
     part = rest.rpartition(" ")[2]
     fields = FIELDS if name == "/params" else []
     return part, [f"{each}=" for each in fields if each.startswith(part)]

@@ -122,7 +122,7 @@ def _session(complete: Complete) -> PromptSession[str]:
     Raises:
         ImportError: prompt_toolkit is not installed.
     """
-    # Asked where its cursor is, a terminal may answer once nobody listens any more.
+    # Asked where its cursor is, a terminal may answer too late.
     os.environ.setdefault("PROMPT_TOOLKIT_NO_CPR", "1")
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import CompleteEvent, Completer, Completion
@@ -176,7 +176,7 @@ def _session(complete: Complete) -> PromptSession[str]:
 
 
 def history_file() -> str:
-    """Where messages are kept, a JSON text in a line, for later conversations."""
+    """Path of the chat history: one JSON string per line."""
     return str(state_folder() / "chat_history")
 
 
@@ -191,13 +191,13 @@ def read_history() -> list[str]:
             _replace(b"\n".join(lines))
     except (OSError, RuntimeError):  # or there is no home
         return []
-    found = []
+    history = []
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
             message = json.loads(line)
             if isinstance(message, str):
-                found.append(message)
-    return found
+                history.append(message)
+    return history
 
 
 def keep(message: str) -> None:
@@ -217,6 +217,6 @@ def _replace(data: bytes) -> None:
     os.replace(temporary, history_file())
 
 
-def _private(path: str, how: int) -> Any:
+def _private(path: str, mode: int) -> Any:
     """A file to write that only its owner reads."""
-    return open(os.open(path, os.O_WRONLY | os.O_CREAT | how, 0o600), "wb")
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | mode, 0o600), "wb")

@@ -14,7 +14,7 @@ from rooflax.cli import terminal
 from rooflax.cli.bench_serve import server_at
 from rooflax.cli.chat_input import is_command
 from rooflax.cli.statistics import Speed
-from rooflax.cli.wrapping import Wrapper
+from rooflax.cli.wrapping import LineWrapper
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import EngineError, RequestError
 from rooflax.fields.declaration import CHAT
@@ -42,7 +42,7 @@ def check_flags(args: argparse.Namespace) -> None:
         if args.api_key is not None:
             raise RequestError("--api-key is for --url; give that too")
         return
-    for name in args.given:
+    for name in args.stated:
         if name not in MEANT:
             from rooflax.cli.main import parser_of
 
@@ -54,7 +54,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace, params: SamplingParams, questions: Iterable[str]) -> int:
     """Sends each question with what was said before; exits with 1 where one of them was rejected
-    and nobody is there to ask another."""
+    and stdin is no terminal."""
     server, messages = server_at(args.url, args.api_key), []
     is_watched, has_failed = terminal.is_terminal(sys.stdin), False
     if is_watched and not args.quiet:
@@ -92,11 +92,11 @@ def run(args: argparse.Namespace, params: SamplingParams, questions: Iterable[st
 def body_of(params: SamplingParams) -> dict[str, Any]:
     """Sampling parameters that differ from their defaults, as fields of a request."""
     plain = SamplingParams()
-    given = {field.name: getattr(params, field.name) for field in fields(params)}
+    values = {field.name: getattr(params, field.name) for field in fields(params)}
     return {
         name: {str(token): bias for token, bias in value.items()} if isinstance(value, dict)
         else value
-        for name, value in given.items() if value != getattr(plain, name)
+        for name, value in values.items() if value != getattr(plain, name)
     }  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def _turn(server: Server, body: dict[str, Any], shows_thinking: bool, speed: Spe
 
     kind = http.client.HTTPSConnection if server.is_tls else http.client.HTTPConnection
     connection = kind(server.host, server.port, timeout=SILENCE_S)
-    answer, is_thinking, wrap = "", False, Wrapper()
+    answer, is_thinking, wrap = "", False, LineWrapper()
     try:
         path = f"{server.base}/v1/chat/completions"
         connection.request("POST", path, json.dumps(body).encode(), server.headers())

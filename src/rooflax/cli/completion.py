@@ -18,7 +18,7 @@ def add_flags(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """For bash and zsh: `source <(rooflax completion bash)`; for fish: `... fish | source`."""
+    """Prints a completion script: `source <(rooflax completion bash)`, or `... fish | source`."""
     print(fish() if args.shell == "fish" else bash(args.shell == "zsh"), end="")
     return 0
 
@@ -27,16 +27,16 @@ def flags_of_verbs() -> dict[str, list[tuple[str, str]]]:
     """Per verb its long flags, each with its help."""
     from rooflax.cli.main import VERBS, parser_of
 
-    found = {}
+    flags = {}
     for verb in VERBS:
         actions = parser_of(verb)._actions
-        found[verb] = [
+        flags[verb] = [
             (flag, action.help or "")
             for action in actions
             for flag in action.option_strings
             if flag.startswith("--")
         ]
-    return found
+    return flags
 
 
 def bash(is_zsh: bool) -> str:

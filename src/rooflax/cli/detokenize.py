@@ -23,11 +23,11 @@ def add_flags(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """The text, and nothing behind it."""
     where = flags.find_arguments(args)
-    given = terminal.read_stdin("--tokens 1,2,3") if args.tokens is None else args.tokens
-    words = re.split(r"[\s,]+", given.strip("[] \t\r\n"))
+    listed = terminal.read_stdin("--tokens 1,2,3") if args.tokens is None else args.tokens
+    words = re.split(r"[\s,]+", listed.strip("[] \t\r\n"))
     if not all(word.isascii() and word.isdigit() and len(word) < 11 for word in words):
         raise RequestError(
-            f"the tokens are {given[:60]!r}; they must be whole numbers with spaces or commas "
+            f"the tokens are {listed[:60]!r}; they must be whole numbers with spaces or commas "
             f"between them."
         )
     from rooflax.loading.model_info import model_info

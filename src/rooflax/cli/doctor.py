@@ -30,7 +30,7 @@ def add_flags(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the findings."""
     platform.start_jax(args)
-    found = {
+    report = {
         "versions": versions(),
         "devices": devices(),
         "host": host(),
@@ -40,47 +40,47 @@ def run(args: argparse.Namespace) -> int:
         "hub": hub(),
     }
     if args.json:
-        terminal.print_json(found)
+        terminal.print_json(report)
     else:
-        _print(found)
+        _print(report)
     return 0
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python, rooflax and what it uses; None for what is not installed."""
-    found: dict[str, str | None] = {
+    """Versions of Python, rooflax and its dependencies; None if not installed."""
+    by_name: dict[str, str | None] = {
         "python": python_platform.python_version(),
         "rooflax": __version__,
     }
     for name in (*DEPENDENCIES, *OPTIONAL):
         try:
-            found[name] = importlib.metadata.version(name)
+            by_name[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            by_name[name] = None
+    return by_name
 
 
 def devices() -> list[dict[str, Any]]:
     """JAX's devices; memory in bytes where the runtime says."""
     import jax
 
-    found = []
+    rows = []
     for device in jax.devices():
         limit = (device.memory_stats() or {}).get("bytes_limit")
-        found.append(
+        rows.append(
             {"platform": device.platform, "kind": device.device_kind, "memory_bytes": limit}
         )
-    return found
+    return rows
 
 
 def host() -> dict[str, Any]:
     """Threads and memory."""
     from rooflax.nn.host_memory import available_bytes
 
-    given = os.environ.get(platform.THREADS_VARIABLE)
+    stated = os.environ.get(platform.THREADS_VARIABLE)
     return {
         "cores": os.cpu_count(),
-        "threads": int(given) if given and given.isdigit() else None,
+        "threads": int(stated) if stated and stated.isdigit() else None,
         "available_bytes": available_bytes(),
     }
 
@@ -92,7 +92,7 @@ def kernels() -> dict[str, dict[str, str]]:
     from rooflax.ops.dispatch import MISSING
     from rooflax.ops.kernels import OPERATIONS, by_default
 
-    found = {}
+    by_label = {}
     for label, cases in by_default().items():
         here = OPERATIONS[label].available()
         states = {}
@@ -111,12 +111,12 @@ def kernels() -> dict[str, dict[str, str]]:
                 states[name] += f"; not for {', '.join(passed_over)}: {why}"
         if "native" in here:
             states["native"] += f" ({native.status().reason})"
-        found[label] = states
-    return found
+        by_label[label] = states
+    return by_label
 
 
 def defaults() -> dict[str, str]:
-    """What runs here where no flag says otherwise."""
+    """Defaults on this machine of settings that no flag sets."""
     from rooflax.engine.compilation import compiler_options
     from rooflax.nn.execution import ExecutionOptions
     from rooflax.ops.dot import FLOAT32
@@ -139,7 +139,7 @@ def _xla_options(asked: dict[str, bool] | None) -> str:
 
 
 def compile_cache() -> dict[str, Any]:
-    """Where compiled programs are kept, and whether a tiny one was found there."""
+    """Folder of the compile cache, and whether a tiny program was found there."""
     import jax
     import numpy as np
 
@@ -163,11 +163,11 @@ def hub() -> dict[str, Any]:
     return {"folder": str(constants.HF_HUB_CACHE), "offline": bool(constants.HF_HUB_OFFLINE)}
 
 
-def _print(found: dict[str, Any]) -> None:
-    _section("versions", [(n, v or "not installed") for n, v in found["versions"].items()])
-    rows = [(d["platform"], d["kind"], _size(d["memory_bytes"])) for d in found["devices"]]
+def _print(report: dict[str, Any]) -> None:
+    _section("versions", [(n, v or "not installed") for n, v in report["versions"].items()])
+    rows = [(d["platform"], d["kind"], _size(d["memory_bytes"])) for d in report["devices"]]
     _section("devices", rows)
-    host = found["host"]
+    host = report["host"]
     threads = f"{host['threads'] or 'as many as JAX likes'}"
     _section(
         "host",
@@ -177,19 +177,19 @@ def _print(found: dict[str, Any]) -> None:
         ],
     )
     rows = []
-    for operation, states in found["kernels"].items():
+    for operation, states in report["kernels"].items():
         for name, state in states.items():
             rows.append((operation, name, state))
             operation = ""
     _section("kernels", rows)
-    _section("defaults", [(n.replace("_", " "), text) for n, text in found["defaults"].items()])
-    cache, offline = found["compile_cache"], "yes" if found["hub"]["offline"] else "no"
+    _section("defaults", [(n.replace("_", " "), text) for n, text in report["defaults"].items()])
+    cache, offline = report["compile_cache"], "yes" if report["hub"]["offline"] else "no"
     _section(
         "caches",
         [
             ("compiled programs", cache["folder"] or "cannot be kept: the folder is not writable"),
             ("a tiny program", cache["tiny_program"]),
-            ("downloaded models", found["hub"]["folder"]),
+            ("downloaded models", report["hub"]["folder"]),
             ("HF_HUB_OFFLINE", offline),
         ],
     )

@@ -45,13 +45,13 @@ def add_flags(parser: Parser) -> None:
     )  # fmt: skip
     group.add_argument(
         "-o", "--output", metavar="FILE",
-        help="JSON lines, or of a name in .npy rows of float32; what is there is kept, and the "
+        help="JSON lines, or float32 rows in a .npy file; existing rows are kept, and the "
         "rest is added; default stdout",
     )  # fmt: skip
     group.add_argument("--force", action="store_true", help="overwrite the output")
     group.add_argument(
         "--prompt-name", metavar="NAME",
-        help="which of the checkpoint's prompts stands before each text, such as query",
+        help="prompt of the checkpoint to put before each text, such as query",
     )  # fmt: skip
     group.add_argument("--dimensions", metavar="N", type=whole, help="keep the first N numbers")
     flags.add_pooled_run(parser, group, longest="text")
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     llm = open_llm(args)
     llm.embedder.pooler()
     llm.embedder.check_dimensions(args.dimensions)
-    how = {"prompt_name": args.prompt_name, "dimensions": args.dimensions}
+    options = {"prompt_name": args.prompt_name, "dimensions": args.dimensions}
     truncate = -1 if args.truncate else None
     size = args.dimensions or llm.embedder.size
     with _output(args, total, size) as (write, done):
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
             terminal.say(f"{finished} of {total} are embedded already")
         while part := list(itertools.islice(texts, AT_ONCE * llm.max_num_seqs)):
             ids = [_encoded(llm, args, text, truncate) for text in part]
-            write([name for _, name, _ in part], llm.embed(ids, **how))
+            write([name for _, name, _ in part], llm.embed(ids, **options))
             finished += len(part)
             if says:
                 terminal.say(f"{finished} of {total} embedded")
@@ -160,7 +160,7 @@ def _lines(path: str) -> Iterator[tuple[int, str]]:
 
 @contextmanager
 def _output(args: argparse.Namespace, total: int, size: int) -> Iterator[tuple[Any, list[Any]]]:
-    """What writes names and vectors, and the names of texts that have one; None is any.
+    """Returns a writer of names and vectors, and the names that have one already; None is any.
 
     Raises:
         RequestError: the file holds something else, or cannot be written.
@@ -224,15 +224,15 @@ def _open_rows(path: str, force: bool, total: int, size: int) -> Iterator[tuple[
         why = error.strerror
         raise RequestError(f"cannot write {path}: {why}.", param="output") from None
     with file:
-        found = b"" if force else file.read(len(wanted))
-        if found not in (wanted, wanted[: len(found)]):
+        begun = b"" if force else file.read(len(wanted))
+        if begun not in (wanted, wanted[: len(begun)]):
             raise RequestError(
                 f"{path} is no array of {total} x {size} numbers; choose another file, or replace "
                 f"it with --force.",
                 param="output",
             )
         done = 0
-        if found == wanted:
+        if begun == wanted:
             done = min(total, (file.seek(0, 2) - len(wanted)) // (4 * size))
         file.seek(0)
         file.write(wanted)

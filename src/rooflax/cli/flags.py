@@ -60,7 +60,7 @@ def add_check(parser: Parser) -> None:
 
 
 def add_sampling(parser: Parser, *, max_tokens: int, samples: bool) -> None:
-    """How tokens are chosen, and when to stop.
+    """Adds the flags for sampling and stopping.
 
     Args:
         max_tokens: the verb's default.
@@ -79,28 +79,28 @@ def add_field(parser: Parser, one: Declaration, *, lists: bool = False) -> None:
     Args:
         lists: several values, with commas between them.
     """
-    how: dict[str, Any] = {"help": one.sentence}
+    keywords: dict[str, Any] = {"help": one.sentence}
     if isinstance(one.kind, Flag):
-        how["action"] = "store_true"
+        keywords["action"] = "store_true"
     elif one.kind.repeats:
-        how |= {"action": "append", "default": [], "help": f"{one.sentence} (repeatable)"}
+        keywords |= {"action": "append", "default": [], "help": f"{one.sentence} (repeatable)"}
     else:
-        how["default"] = one.default
+        keywords["default"] = one.default
     if not isinstance(one.kind, Flag):
-        how |= {"metavar": one.metavar, "type": parser_of(one.kind)}
+        keywords |= {"metavar": one.metavar, "type": parser_of(one.kind)}
     if lists:
-        how |= {"default": [None], "type": _listed(how["type"])}
-    parser.group(one.group).add_argument(*one.flags, dest=one.name, **how)
+        keywords |= {"default": [None], "type": _listed(keywords["type"])}
+    parser.group(one.group).add_argument(*one.flags, dest=one.name, **keywords)
 
 
 def values_of(args: argparse.Namespace, table: type) -> dict[str, Any]:
-    """What the flags say of the fields of a table, as far as the verb has them."""
+    """Values of a table's fields that the verb has flags for."""
     named = declarations(table).values()
     return {one.name: getattr(args, one.name) for one in named if hasattr(args, one.name)}
 
 
 def parser_of(kind: Kind) -> Callable[[str], Any]:
-    """What reads a value of a kind from a flag's text, for `type=`."""
+    """Returns a parser of a kind's values from text, for `type=`."""
     match kind:
         case Whole():
             return whole
@@ -125,16 +125,16 @@ def _chosen(words: dict[str, Any], text: str) -> Any:
     return words[text]
 
 
-def _schema(given: str) -> str:
-    if given.lstrip().startswith("{"):
-        return given
-    return _read("--json-schema", given, "JSON that begins with {")
+def _schema(text: str) -> str:
+    if text.lstrip().startswith("{"):
+        return text
+    return _read("--json-schema", text, "JSON that begins with {")
 
 
-def _grammar(given: str) -> str:
-    if ":" in given and not Path(given[:255]).is_file():
-        return given
-    return _read("--grammar", given, 'rules such as start: "yes" | "no"')
+def _grammar(text: str) -> str:
+    if ":" in text and not Path(text[:255]).is_file():
+        return text
+    return _read("--grammar", text, 'rules such as start: "yes" | "no"')
 
 
 def _read(flag: str, path: str, otherwise: str) -> str:
@@ -160,14 +160,14 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     repeated = {token for token, _ in args.logit_bias}
     if len(repeated) != len(args.logit_bias):
         raise RequestError("--logit-bias names a token id twice; give each once.")
-    given = values_of(args, SamplingParams)
-    given["logit_bias"] = dict(args.logit_bias)
-    given["stop_token_ids"] = tuple(token for ids in args.stop_token_ids for token in ids)
-    return SamplingParams(**given)
+    values = values_of(args, SamplingParams)
+    values["logit_bias"] = dict(args.logit_bias)
+    values["stop_token_ids"] = tuple(token for ids in args.stop_token_ids for token in ids)
+    return SamplingParams(**values)
 
 
 def add_pooled_run(parser: Parser, group: Any, *, longest: str) -> None:
-    """How a model runs that gives vectors or scores of whole texts.
+    """Adds the flags for running a model that embeds or scores whole texts.
 
     Args:
         group: of the texts, for --truncate.
@@ -185,7 +185,7 @@ def add_pooled_run(parser: Parser, group: Any, *, longest: str) -> None:
 def add_truncate(group: Any) -> None:
     group.add_argument(
         "--truncate", action="store_true",
-        help="cut what is longer than the model takes; default: reject it",
+        help="cut texts that are too long for the model; default: reject them",
     )  # fmt: skip
 
 
@@ -216,9 +216,9 @@ def check_weights_budget(args: argparse.Namespace, options: ExecutionOptions) ->
     Raises:
         RequestError: it is no size, or another flag does not go with it.
     """
-    given = getattr(args, "weights_budget", None)
-    if given is not None:
-        parse_bytes(given)
+    budget = getattr(args, "weights_budget", None)
+    if budget is not None:
+        parse_bytes(budget)
         offloading_options(options, getattr(args, "mesh", None) is not None)
 
 
@@ -275,15 +275,15 @@ def execution_options(args: argparse.Namespace) -> ExecutionOptions:
     """The switches as what they become in Python; RequestError for a wrong value."""
     if getattr(args, "no_cache", False) and args.decode_steps is not None:
         raise RequestError("--decode-steps needs the cache, and --no-cache is given; drop one.")
-    given = values_of(args, ExecutionOptions)
+    values = values_of(args, ExecutionOptions)
     for flag, name in (("no_cache", "use_cache"), ("no_jit", "jit")):
         if getattr(args, flag, False):
-            given[name] = False
-    return ExecutionOptions.of(**given)
+            values[name] = False
+    return ExecutionOptions.of(**values)
 
 
 def add_device(parser: Parser, *, mesh: bool = False, hosts: bool = False) -> None:
-    """Where to run.
+    """Adds the flags for the device.
 
     Args:
         mesh: over several devices.
@@ -304,7 +304,7 @@ def add_device(parser: Parser, *, mesh: bool = False, hosts: bool = False) -> No
 
 
 def add_output(parser: Parser, *, json: bool = True, progress: bool = True) -> None:
-    """What is printed. Comes last, so that every help ends alike.
+    """Adds the flags for output. Call it last, so that every help ends alike.
 
     Args:
         json: the verb has a JSON document to give.
@@ -316,7 +316,7 @@ def add_output(parser: Parser, *, json: bool = True, progress: bool = True) -> N
     if progress:
         add("--quiet", action="store_true", help="no progress and no statistics")
         add("--verbose", action="store_true", help="more details; tracebacks of errors")
-    add("-h", "--help", action="store_true", help="print this")
+    add("-h", "--help", action="store_true", help="print this help")
 
 
 def find_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -328,11 +328,11 @@ def find_arguments(args: argparse.Namespace) -> dict[str, Any]:
     from rooflax.models.presets import EMBEDDED, PREFIX
 
     made_here = args.model is None or args.model in EMBEDDED or args.model.startswith(PREFIX)
-    for flag, given in (
+    for flag, is_set in (
         ("--revision", args.revision),
         ("--ignore-config-key", args.ignore_config_keys),
     ):
-        if made_here and given:
+        if made_here and is_set:
             name = args.model or "the embedded model"
             raise RequestError(f"{flag} is for checkpoints, and {name} is none; drop it.")
     return {name: getattr(args, name) for name in ("revision", "offline", "ignore_config_keys")}

@@ -31,7 +31,7 @@ def add_flags(parser: Parser) -> None:
     )  # fmt: skip
     add(
         "--dtype", metavar="TYPE", default="float32", choices=DTYPES,
-        help="of the folder's numbers: float32, bfloat16 or float16; default float32, in which the "
+        help="dtype of the folder: float32, bfloat16 or float16; default float32, in which the "
         "sum is exact",
     )  # fmt: skip
     add("--force", action="store_true", help="overwrite a model in it, or the file")
@@ -92,8 +92,8 @@ def _check_flags(args: argparse.Namespace) -> None:
                 f"{path} holds a model; give another folder, or replace it with --force."
             )
         return
-    for flag, given in (("--quantize", args.quantize), ("--dtype", "dtype" in args.given)):
-        if given:
+    for flag, is_set in (("--quantize", args.quantize), ("--dtype", "dtype" in args.stated)):
+        if is_set:
             raise RequestError(f"{flag} is given beside --gguf, which says the type; leave it out.")
     if path.is_dir() or path.suffix != ".gguf":
         raise RequestError(f"{path} must be the name of a file that ends in .gguf.")

@@ -95,8 +95,8 @@ def is_model(text: str) -> bool:
 
 
 def _prompt_from_stdin() -> str:
-    given = terminal.read_stdin('--prompt "def fibonacci(n):"')
-    return given.removesuffix("\n").removesuffix("\r")
+    text = terminal.read_stdin('--prompt "def fibonacci(n):"')
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 def _generate(
@@ -182,7 +182,7 @@ def document(llm: LLM, completions: list[Completion]) -> dict[str, Any]:
     from rooflax.cli import statistics
 
     first = completions[0]
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "model": llm.info.name,
         "prompt_tokens": list(first.prompt_tokens),
         **statistics.sample(first),
@@ -190,12 +190,12 @@ def document(llm: LLM, completions: list[Completion]) -> dict[str, Any]:
         "memory": statistics.memory(llm),
         "devices": statistics.num_devices(llm),
     }
-    streamed = statistics.streaming(llm, completions)
-    if streamed is not None:
-        found["streaming"] = streamed
+    offloaded = statistics.offloading(llm, completions)
+    if offloaded is not None:
+        result["offloading"] = offloaded
     if any(completion.num_draft_tokens for completion in completions):
-        found["num_draft_tokens"] = sum(c.num_draft_tokens for c in completions)
-        found["num_accepted_tokens"] = sum(c.num_accepted_tokens for c in completions)
+        result["num_draft_tokens"] = sum(c.num_draft_tokens for c in completions)
+        result["num_accepted_tokens"] = sum(c.num_accepted_tokens for c in completions)
     if len(completions) > 1:
-        found["samples"] = [statistics.sample(completion) for completion in completions]
-    return found
+        result["samples"] = [statistics.sample(completion) for completion in completions]
+    return result

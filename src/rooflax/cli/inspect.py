@@ -25,7 +25,7 @@ from rooflax.nn.shards import Shards, parse_mesh
 if TYPE_CHECKING:
     from rooflax.loading.model_info import ModelInfo
     from rooflax.models.memory import MemoryEstimate
-    from rooflax.models.offloading import StreamPlan
+    from rooflax.models.offloading import OffloadPlan
     from rooflax.nn.decoder import Decoder
 
 SUMMARY = "architecture, weights, and the memory it will take"
@@ -60,13 +60,13 @@ def run(args: argparse.Namespace) -> int:
             info = model_info(args.model, ignore_config_keys=ignored, **where)
         else:
             info = replace(model_info(copy, ignore_config_keys=ignored), name=args.model)
-        found = document(info, args, shards)
+        report = document(info, args, shards)
     if copy is not None and not copy.exists():
-        found["folder"] = None
+        report["folder"] = None
     if args.json:
-        terminal.print_json(found)
+        terminal.print_json(report)
     else:
-        for line in lines(found):
+        for line in lines(report):
             print(line)
     return 0
 
@@ -96,7 +96,7 @@ def speed(info: ModelInfo, args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _asked(args: argparse.Namespace) -> dict[str, Any]:
-    """What the flags say of a plan."""
+    """Settings of a plan from the flags."""
     return {
         **vars(flags.check_precision(args)),
         "max_model_len": args.max_model_len,
@@ -110,7 +110,7 @@ def architecture(config: Decoder) -> dict[str, Any]:
     from rooflax.nn.parts import Mlp
 
     attention, moe = config.attention, config.moe
-    found: dict[str, Any] = {
+    rows: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -121,43 +121,43 @@ def architecture(config: Decoder) -> dict[str, Any]:
     }
     if moe is not None:
         dense = [layer.mlp.width for layer in config.layers if isinstance(layer.mlp, Mlp)]
-        found["intermediate_size"] = max(dense, default=moe.width)
-        found |= {"num_experts": moe.num_experts, "experts_per_token": moe.experts_per_token}
+        rows["intermediate_size"] = max(dense, default=moe.width)
+        rows |= {"num_experts": moe.num_experts, "experts_per_token": moe.experts_per_token}
         if dense:
-            found |= {"num_dense_layers": len(dense), "moe_intermediate_size": moe.width}
-        found |= {"shared_expert_intermediate_size": moe.shared} if moe.shared else {}
-    found |= {
+            rows |= {"num_dense_layers": len(dense), "moe_intermediate_size": moe.width}
+        rows |= {"shared_expert_intermediate_size": moe.shared} if moe.shared else {}
+    rows |= {
         "max_position": config.max_position,
         "norm_eps": config.norm.eps,
         "tied_embeddings": config.tied_embeddings,
     }
     if isinstance(attention, LatentAttention):
         sizes = ("rank", "query_rank", "nope_dim", "rope_dim", "value_dim", "bias")
-        found |= {f"latent_{name}": getattr(attention, name) for name in sizes}
+        rows |= {f"latent_{name}": getattr(attention, name) for name in sizes}
     else:
-        found |= {
+        rows |= {
             "qkv_bias": attention.qkv_bias,
             "output_bias": attention.output_bias,
             "qk_norm": attention.qk_norm is not None,
             "sinks": attention.sinks,
         }
     for rope in config.ropes:
-        found["rope_theta"] = rope.theta
-        found["rope_scaling"] = rope.scaling.to_hf() if rope.scaling else None
+        rows["rope_theta"] = rope.theta
+        rows["rope_scaling"] = rope.scaling.to_hf() if rope.scaling else None
     windows = Counter(_window_name(layer.attention.window) for layer in config.layers)
     if set(windows) != {"full"}:
-        found["layer_windows"] = dict(windows)
+        rows["layer_windows"] = dict(windows)
     groups = config.groups
     kept = [groups.heads[layer] for layer in groups.attending()]
     heads = Counter(f"{each.num} x {each.dim}" for each in kept)
     if len(heads) > 1:
-        found["layer_kv_heads"] = dict(heads)
+        rows["layer_kv_heads"] = dict(heads)
     if shared := len(groups.attending()) - len(groups.keeping()):
-        found["layers_without_own_kv"] = shared
+        rows["layers_without_own_kv"] = shared
     keep = [layer.attention for layer in config.layers if layer.attention.window != STATE]
     if config.ropes and (without := sum(attention.rope is None for attention in keep)):
-        found["layers_without_rope"] = without
-    return found
+        rows["layers_without_rope"] = without
+    return rows
 
 
 def _window_name(window: int | None) -> str:
@@ -173,19 +173,19 @@ def weights(info: ModelInfo) -> dict[str, Any]:
     for slot in config.slots():
         parts[_part(slot.key)] += math.prod(slot.line.shape(config.axis_sizes))
     total = sum(parts.values())
-    found = {
+    rows = {
         "parameters": total,
         "parameters_by_part": dict(parts.most_common()),
         "formats": None if info.folder is None else formats(info),
     }
     if info.folder is None:
         dtype = str(info.raw_config.get("torch_dtype", "float32"))
-        found |= {"published_dtype": dtype, "published_bytes": total * ITEM_BYTES[dtype]}
-    return found
+        rows |= {"published_dtype": dtype, "published_bytes": total * ITEM_BYTES[dtype]}
+    return rows
 
 
 def _part(key: str) -> str:
-    """What a weight belongs to, by its name in the table."""
+    """Component that a weight belongs to, by its name in the table."""
     if "norm" in key:
         return "norms"
     names = {"attn": "attention", "conv": "convolution", "delta": "delta rule"}
@@ -223,7 +223,7 @@ def _is_mxfp4(name: str, names: set[str]) -> bool:
 
 
 def memory(info: ModelInfo, args: argparse.Namespace, shards: Shards | None) -> dict[str, Any]:
-    """What running it will take, and whether that is free."""
+    """Memory needed to run the model, and whether it is free."""
     from rooflax.loading.plan import make_plan
     from rooflax.models.memory import ONE_DEVICE
     from rooflax.nn.device_memory import free_bytes
@@ -236,7 +236,7 @@ def memory(info: ModelInfo, args: argparse.Namespace, shards: Shards | None) -> 
         "tokens": plan.max_model_len,
         **vars(plan.precision),
         "format": plan.storage.format,
-        "streaming": None if plan.offloading is None else _streaming(plan.offloading),
+        "offloading": None if plan.offloading is None else _offloading(plan.offloading),
         "weights_bytes": need.weights,
         "dequantized_bytes": plan.dequantized_bytes,
         "kv_cache_bytes": need.kv_cache,
@@ -251,19 +251,19 @@ def memory(info: ModelInfo, args: argparse.Namespace, shards: Shards | None) -> 
     }
 
 
-def _streaming(plan: StreamPlan) -> dict[str, Any]:
-    """What a budget of weights leads to."""
+def _offloading(plan: OffloadPlan) -> dict[str, Any]:
+    """Layer offloading that a weights budget leads to."""
     return {
         "budget_bytes": plan.budget_bytes,
         "layers": len(plan.layer_bytes),
         "layers_resident": plan.num_resident,
-        "layers_streamed": len(plan.streamed),
+        "layers_offloaded": len(plan.offloaded),
         "bytes_per_step": plan.bytes_per_step,
     }
 
 
 def _mesh(shards: Shards, each: MemoryEstimate) -> dict[str, Any]:
-    """What each device of a mesh will hold, whether or not it is here."""
+    """Memory of each device of a mesh, whether or not it is here."""
     return {
         "axes": {axis: parts for axis, parts in shards.sizes.items() if parts > 1},
         "devices": shards.num_devices,
@@ -304,21 +304,21 @@ def _server(info: ModelInfo, asked: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def lines(found: dict[str, Any]) -> list[str]:
+def lines(report: dict[str, Any]) -> list[str]:
     """The document for people."""
-    title = f"{found['model']}  ({found['family']})"
+    title = f"{report['model']}  ({report['family']})"
     return [
         title,
         "",
-        *_section("architecture", _architecture_rows(found["architecture"])),
-        *_section("weights", _weight_rows(found["weights"]), right=(1, 2)),
-        *_section(_memory_title(found["memory"]), _memory_rows(found["memory"]), right=(1,)),
-        *_streaming_section(found["memory"]["streaming"]),
-        *_mesh_section(found["memory"]["mesh"]),
-        *_padding_section(found["memory"]),
-        *_speed_section(found["speed"]),
-        _verdict(found["memory"]),
-        *_server_lines(found["memory"]["server"]),
+        *_section("architecture", _architecture_rows(report["architecture"])),
+        *_section("weights", _weight_rows(report["weights"]), right=(1, 2)),
+        *_section(_memory_title(report["memory"]), _memory_rows(report["memory"]), right=(1,)),
+        *_offloading_section(report["memory"]["offloading"]),
+        *_mesh_section(report["memory"]["mesh"]),
+        *_padding_section(report["memory"]),
+        *_speed_section(report["speed"]),
+        _verdict(report["memory"]),
+        *_server_lines(report["memory"]["server"]),
     ]
 
 
@@ -389,7 +389,7 @@ def _dequantized_rows(nbytes: int) -> list[tuple[str, ...]]:
 
 
 def _state_rows(known: dict[str, Any] | None) -> list[tuple[str, ...]]:
-    """Of the KV cache what layers with state take."""
+    """Rows for the part of the KV cache that recurrent layers take."""
     from rooflax.models.memory import gib
 
     if known is None:
@@ -402,14 +402,14 @@ def _state_rows(known: dict[str, Any] | None) -> list[tuple[str, ...]]:
             ("  zeros", gib(each), "that a sequence begins with")]  # fmt: skip
 
 
-def _streaming_section(known: dict[str, Any] | None) -> list[str]:
+def _offloading_section(known: dict[str, Any] | None) -> list[str]:
     from rooflax.models.memory import gib
 
     if known is None:
         return []
     rows = [
         ("layers that stay", f"{known['layers_resident']} of {known['layers']}"),
-        ("layers that are streamed", str(known["layers_streamed"])),
+        ("layers that are offloaded", str(known["layers_offloaded"])),
         ("read at every step", gib(known["bytes_per_step"])),
     ]
     title = f"weights within a budget of {gib(known['budget_bytes'])}"
@@ -430,7 +430,7 @@ def _mesh_section(known: dict[str, Any] | None) -> list[str]:
 
 
 def _padding_section(known: dict[str, Any]) -> list[str]:
-    """What of it only fills tiles up, if anything."""
+    """Rows for padding to tile sizes, if there is any."""
     from rooflax.models.memory import gib
 
     where = {
@@ -449,7 +449,7 @@ def _padding_section(known: dict[str, Any]) -> list[str]:
 
 
 def _speed_section(known: dict[str, Any] | None) -> list[str]:
-    """What the ceilings of this minute and the efficiency of other models lead to."""
+    """Rows for the predicted speed, from the ceilings now and the efficiency of other models."""
     if known is None:
         return []
     names = {"decode 1": "1 row", "decode 8": "8 rows", "prompts 8": "prompts, 8 of 64 tokens"}

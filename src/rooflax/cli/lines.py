@@ -35,7 +35,7 @@ AT_ONCE = 8
 
 
 @dataclass(frozen=True)
-class Request:
+class LineRequest:
     """A line of the input."""
 
     name: Any
@@ -77,19 +77,18 @@ def text_lines(path: str) -> list[tuple[int, str]]:
     return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
-def json_lines(path: str, text: str, begins: str = "{[") -> Iterator[tuple[int, Any]]:
+def json_lines(path: str, text: str) -> Iterator[tuple[int, Any]]:
     """The values of a file's lines that are not empty, each with its number.
 
     Args:
         text: the key of a plain text in an object; all lines are texts unless the first begins as
             JSON.
-        begins: what JSON begins with.
 
     Raises:
         RequestError: the file cannot be read, or naming the line that is not JSON.
     """
     lines = text_lines(path)
-    is_text = lines and lines[0][1].lstrip()[0] not in begins
+    is_text = lines and lines[0][1].lstrip()[0] not in "{["
     for number, line in lines:
         try:
             yield number, {text: line.rstrip("\r")} if is_text else json.loads(line)
@@ -97,22 +96,22 @@ def json_lines(path: str, text: str, begins: str = "{[") -> Iterator[tuple[int, 
             raise RequestError(f"Line {number} of {path} is not JSON.") from None
 
 
-def read_requests(llm: LLM, path: str, params: SamplingParams) -> list[Request]:
+def read_requests(llm: LLM, path: str, params: SamplingParams) -> list[LineRequest]:
     """The input's requests, all of them checked.
 
     Raises:
         RequestError: naming the line.
     """
-    found = []
+    requests = []
     for number, raw in json_lines(path, "prompt"):
         try:
-            found.append(_request(llm, number, raw, params))
+            requests.append(_request(llm, number, raw, params))
         except RooflaxError as error:
             raise RequestError(f"Line {number} of {path}: {error}") from None
-    return found
+    return requests
 
 
-def _request(llm: LLM, number: int, raw: Any, params: SamplingParams) -> Request:
+def _request(llm: LLM, number: int, raw: Any, params: SamplingParams) -> LineRequest:
     if not isinstance(raw, dict) or ("prompt" in raw) == ("messages" in raw):
         raise RequestError("it must be an object with either prompt or messages.")
     rest = {key: value for key, value in raw.items() if key not in ("prompt", "messages", "id")}
@@ -121,15 +120,16 @@ def _request(llm: LLM, number: int, raw: Any, params: SamplingParams) -> Request
             raise RequestError(
                 f"{name!r} is neither id, prompt, messages nor a sampling parameter."
             )
-    own = replace(params, **rest)
+    asked = replace(params, **rest)
     if "messages" in raw:
         ids = llm.encode_chat(raw["messages"])
     else:
         ids = llm.processor.prompt_ids(raw["prompt"])
-    if own.max_tokens is None:
-        own = replace(own, max_tokens=max(1, min(DEFAULT_MAX_TOKENS, llm.max_model_len - len(ids))))
-    llm.processor.samples(0, ids, own)
-    return Request(raw.get("id", number), ids, own)
+    if asked.max_tokens is None:
+        most = min(DEFAULT_MAX_TOKENS, llm.max_model_len - len(ids))
+        asked = replace(asked, max_tokens=max(1, most))
+    llm.processor.samples(0, ids, asked)
+    return LineRequest(raw.get("id", number), ids, asked)
 
 
 def open_output(path: str, force: bool) -> AbstractContextManager[tuple[IO[bytes], list[Any]]]:
@@ -190,7 +190,7 @@ def _name_of(path: str, line: bytes, keys: Set[str], what: str) -> Any:
     )
 
 
-def unanswered(requests: list[Request], done: list[Any]) -> list[Request]:
+def unanswered(requests: list[LineRequest], done: list[Any]) -> list[LineRequest]:
     """The requests behind those that are answered.
 
     Raises:
@@ -205,27 +205,27 @@ def unanswered(requests: list[Request], done: list[Any]) -> list[Request]:
     return requests[len(done) :]
 
 
-def answers(llm: LLM, batch: list[Request]) -> Iterator[tuple[Request, list[Completion]]]:
+def answers(llm: LLM, batch: list[LineRequest]) -> Iterator[tuple[LineRequest, list[Completion]]]:
     """The samples of each request, in order, as soon as those before it are there.
 
     Raises:
         EngineError: what ended one of them.
     """
     prompts, params = [request.ids for request in batch], [request.params for request in batch]
-    found: list[list[Completion]] = [[] for _ in batch]
+    completions: list[list[Completion]] = [[] for _ in batch]
     at = 0
     for delta in llm.stream(prompts, params):
         if delta.completion is None:
             continue
         if delta.completion.error is not None:
             raise EngineError(delta.completion.error)
-        found[delta.prompt].append(delta.completion)
-        while at < len(batch) and len(found[at]) == batch[at].params.n:
-            yield batch[at], sorted(found[at], key=lambda completion: completion.index)
+        completions[delta.prompt].append(delta.completion)
+        while at < len(batch) and len(completions[at]) == batch[at].params.n:
+            yield batch[at], sorted(completions[at], key=lambda completion: completion.index)
             at += 1
 
 
-def line_of(request: Request, completions: list[Completion]) -> dict[str, Any]:
+def line_of(request: LineRequest, completions: list[Completion]) -> dict[str, Any]:
     samples = [sample(completion) for completion in completions]
     several = {"samples": samples} if len(samples) > 1 else {}
     return {"id": request.name, **samples[0], **several}

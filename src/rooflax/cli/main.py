@@ -137,7 +137,7 @@ def parser_of(verb: str) -> Parser:
 
 
 def overview() -> str:
-    """What `rooflax --help` prints."""
+    """Help text of `rooflax --help`."""
     lines = [
         "rooflax runs, measures and trains language models in JAX, straight from their",
         "checkpoints.",

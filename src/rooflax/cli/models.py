@@ -31,11 +31,11 @@ def run(args: argparse.Namespace) -> int:
         else:
             print(f"removed {args.remove}, {gib(freed)} free again")
         return 0
-    found = document()
+    listing = document()
     if args.json:
-        terminal.print_json(found)
+        terminal.print_json(listing)
     else:
-        _print(found)
+        _print(listing)
     return 0
 
 
@@ -63,7 +63,7 @@ def embedded() -> list[dict[str, Any]]:
     from rooflax.loading.model_info import embedded_folder
     from rooflax.models.presets import EMBEDDED
 
-    found = []
+    rows = []
     for name in EMBEDDED:
         try:
             folder = embedded_folder(name)
@@ -71,8 +71,8 @@ def embedded() -> list[dict[str, Any]]:
         except RooflaxError:
             continue
         size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-        found.append({"model": name, "bytes": size, **architecture(raw)})
-    return found
+        rows.append({"model": name, "bytes": size, **architecture(raw)})
+    return rows
 
 
 def architecture(raw: dict[str, Any]) -> dict[str, Any]:
@@ -83,22 +83,22 @@ def architecture(raw: dict[str, Any]) -> dict[str, Any]:
     return {"family": name, "parameters": config.num_parameters}
 
 
-def _print(found: dict[str, Any]) -> None:
+def _print(listing: dict[str, Any]) -> None:
     from rooflax.models.memory import gib
 
     print("downloaded")
-    rows = [(m["model"], gib(m["bytes"])) for m in found["downloaded"]]
+    rows = [(m["model"], gib(m["bytes"])) for m in listing["downloaded"]]
     _print_rows(rows or [("none", "")], right=(1,))
     print("embedded (when no MODEL is named; the second one for chat)")
     rows = [
         (m["model"], m["family"], gib(m["bytes"]), f"{billions(m['parameters'])} parameters")
-        for m in found["embedded"]
+        for m in listing["embedded"]
     ]
     _print_rows(rows or [("none in this installation", "", "", "")])
     print("presets (random weights, for measuring)")
     rows = [
         (m["model"], m["family"], f"{billions(m['parameters'])} parameters")
-        for m in sorted(found["presets"], key=lambda m: (m["family"], m["parameters"]))
+        for m in sorted(listing["presets"], key=lambda m: (m["family"], m["parameters"]))
     ]
     _print_rows(rows, right=(2,))
 

@@ -75,9 +75,9 @@ def _url(process: processes.Popen[str], said: list[str]) -> str:
     assert process.stderr is not None
     for line in process.stderr:
         said.append(line)
-        found = LISTENING.search(line)
-        if found is not None:
-            return found[1]
+        match = LISTENING.search(line)
+        if match is not None:
+            return match[1]
     return _failed(process.wait(), said)
 
 

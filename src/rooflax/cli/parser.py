@@ -16,7 +16,7 @@ SEEN = "_seen"
 
 
 def see_help(verb: str) -> str:
-    """Where to read on."""
+    """Points to the help of a verb."""
     return f"see rooflax {verb} --help"
 
 
@@ -70,35 +70,35 @@ class Parser(argparse.ArgumentParser):
         Words are converted once: what they name may be a pipe.
 
         Returns:
-            The values, and in `given` the names of those that were given, in the help's order.
+            The values, and in `stated` the names of those that were stated, in the help's order.
         """
         unset = argparse.Namespace(**{action.dest: None for action in self._actions})
         words = vars(super().parse_args(*args, **kwargs | {"namespace": unset}))
         words.pop(SEEN, None)
-        given = {name: value for name, value in words.items() if value is not None}
-        found = kwargs.get("namespace", argparse.Namespace())
+        stated = {name: value for name, value in words.items() if value is not None}
+        names = kwargs.get("namespace", argparse.Namespace())
         for action in self._actions:
-            if not hasattr(found, action.dest):
+            if not hasattr(names, action.dest):
                 default = action.default
                 text = isinstance(default, str)
-                setattr(found, action.dest, self._get_value(action, default) if text else default)
-        vars(found).update(given)
-        if getattr(found, "quiet", False) and found.verbose:
+                setattr(names, action.dest, self._get_value(action, default) if text else default)
+        vars(names).update(stated)
+        if getattr(names, "quiet", False) and names.verbose:
             self.error("--quiet and --verbose contradict each other")
-        found.given = list(given)
-        return found
+        names.stated = list(stated)
+        return names
 
     @property
     def flag_names(self) -> dict[str, str]:
-        """By the field that it sets in Python, each flag's long name."""
-        found = {}
+        """Long flag of each field, by the field's name in Python."""
+        by_name = {}
         for action in self._actions:
             longs = [flag for flag in action.option_strings if flag.startswith("--")]
-            own = f"--{action.dest.replace('_', '-')}"
+            long_flag = f"--{action.dest.replace('_', '-')}"
             if longs:
                 name = FIELDS.get(action.dest, action.dest)
-                found[name] = own if own in longs else longs[0]
-        return found
+                by_name[name] = long_flag if long_flag in longs else longs[0]
+        return by_name
 
     def flag_of(self, dest: str) -> str:
         """A value of the namespace as it is written on the command line."""

@@ -28,7 +28,7 @@ def add_flags(parser: Parser) -> None:
     group.add_argument("-f", "--file", metavar="FILE", help="a UTF-8 text; default: stdin")
     group.add_argument(
         "--stride", metavar="N", type=whole,
-        help="tokens between the beginnings of two windows; default half a window. Every "
+        help="stride in tokens between two windows; default half a window. Every "
         "token but the first is scored once, in the first window that holds it",
     )  # fmt: skip
     flags.add_max_model_len(
@@ -56,12 +56,12 @@ def run(args: argparse.Namespace) -> int:
     stride = args.stride if args.stride is not None else max(length // 2, 1)
     cut = windows(len(ids), length, stride)
     loss = score_windows(llm, ids, cut, args.quiet)
-    found = result(loss, len(ids) - 1, len(text.encode("utf-8")))
-    found = {"model": llm.info.name, **found, "window": length, "stride": stride}
+    measured = result(loss, len(ids) - 1, len(text.encode("utf-8")))
+    measured = {"model": llm.info.name, **measured, "window": length, "stride": stride}
     if args.json:
-        terminal.print_json(found)
+        terminal.print_json(measured)
     else:
-        _print(found)
+        _print(measured)
     return 0
 
 
@@ -85,7 +85,7 @@ def score_windows(llm: LLM, ids: list[int], cut: list[Window], quiet: bool) -> f
 
 
 def result(loss: float, num_tokens: int, num_bytes: int) -> dict[str, Any]:
-    """What a summed loss means.
+    """Perplexity and bits per byte of a summed loss.
 
         perplexity = exp(loss / tokens)          bits per byte = loss / (ln 2 * bytes)
 
@@ -108,8 +108,8 @@ def result(loss: float, num_tokens: int, num_bytes: int) -> dict[str, Any]:
     }
 
 
-def _print(found: dict[str, Any]) -> None:
-    print(f"perplexity     {found['perplexity']:.4f}")
-    print(f"bits per byte  {found['bits_per_byte']:.4f}")
-    print(f"tokens         {found['tokens']:,} scored, {found['bytes']:,} bytes of text")
-    print(f"windows        {found['window']} tokens, {found['stride']} apart")
+def _print(measured: dict[str, Any]) -> None:
+    print(f"perplexity     {measured['perplexity']:.4f}")
+    print(f"bits per byte  {measured['bits_per_byte']:.4f}")
+    print(f"tokens         {measured['tokens']:,} scored, {measured['bytes']:,} bytes of text")
+    print(f"windows        {measured['window']} tokens, {measured['stride']} apart")

@@ -1,4 +1,4 @@
-"""What must be settled before JAX starts: platform and threads; and the mesh right after.
+"""Platform, threads and mesh, which must be set before JAX starts or right after.
 
 Importing this module imports no jax.
 """
@@ -54,13 +54,13 @@ def start_jax(args: argparse.Namespace) -> Any:
     platform = args.platform
     join_processes(args)
     try:
-        found = jax.default_backend()
+        backend = jax.default_backend()
     except (RuntimeError, AssertionError) as error:  # an assertion: no named platform is there
         wanted = platform or os.environ.get("JAX_PLATFORMS", "")
         reason = " ".join(str(error).split())[:200] or "JAX finds none"
         raise RequestError(f"the platform {wanted!r} is not here: {reason}") from None
-    if platform is not None and found != platform:
-        raise RequestError(f"the platform {platform!r} is not here: JAX runs on {found!r}.")
+    if platform is not None and backend != platform:
+        raise RequestError(f"the platform {platform!r} is not here: JAX runs on {backend!r}.")
     return jax
 
 
@@ -135,24 +135,24 @@ def join_processes(args: argparse.Namespace) -> None:
         return
     import jax
 
-    given = {"num_processes": args.num_processes, "process_id": args.process_id}
+    numbers = {"num_processes": args.num_processes, "process_id": args.process_id}
     for name, variable in (("num_processes", COUNT_VARIABLE), ("process_id", NUMBER_VARIABLE)):
         text = os.environ.get(variable)
-        if given[name] is None and text is not None:
+        if numbers[name] is None and text is not None:
             if not (text.isascii() and text.isdigit()):
                 raise RequestError(f"{variable} is {text!r}; it must be a whole number.")
-            given[name] = int(text)
+            numbers[name] = int(text)
     try:
-        jax.distributed.initialize(named, **given, initialization_timeout=JOIN_S)
+        jax.distributed.initialize(named, **numbers, initialization_timeout=JOIN_S)
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise RequestError(f"the job's processes did not come together: {reason}") from None
     silent = open(os.devnull, "w")  # noqa: SIM115
-    own = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    our_stdout = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(silent.fileno(), 1)  # Gloo says there whom it has met
     if jax.process_index() > 0:
         args.quiet = True
-    sys.stdout = silent if jax.process_index() > 0 else own
+    sys.stdout = silent if jax.process_index() > 0 else our_stdout
 
 
 def make_mesh(text: str | None) -> Any:

@@ -121,17 +121,17 @@ def _own_text(llm: LLM) -> list[int]:
     length = min(OWN_TOKENS, llm.max_model_len)
     first = llm.tokenizer.bos_id if llm.tokenizer.bos_id is not None else llm.tokenizer.eos_id
     start = [0 if first is None else first]
-    how = {"temperature": 1.0, "ignore_eos": True, "max_tokens": length - 1}
+    options = {"temperature": 1.0, "ignore_eos": True, "max_tokens": length - 1}
     prompts = [start] * OWN_TEXTS
-    each = [SamplingParams(seed=i, **how) for i in range(OWN_TEXTS)]
+    each = [SamplingParams(seed=i, **options) for i in range(OWN_TEXTS)]
     written = llm.generate(prompts, each)
     return [token for one in written for token in (*start, *one.tokens)]
 
 
 def _write_gguf(args: argparse.Namespace) -> dict[str, Any]:
     path = Path(args.output)
-    given = {"--quantize": args.quantize, "--dtype": args.dtype, "--calibrate": args.calibrate}
-    for flag, value in given.items():
+    stated = {"--quantize": args.quantize, "--dtype": args.dtype, "--calibrate": args.calibrate}
+    for flag, value in stated.items():
         if value is not None:
             raise RequestError(f"{flag} is given beside --gguf, which says the type; leave it out.")
     if path.is_dir() or path.suffix != ".gguf":

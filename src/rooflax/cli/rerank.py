@@ -19,7 +19,7 @@ def add_flags(parser: Parser) -> None:
     flags.add_model(parser, "none; it must be a reranker")
     flags.add_check(parser)
     group = parser.group("the texts")
-    group.add_argument("--query", metavar="TEXT", required=True, help="what is looked for")
+    group.add_argument("--query", metavar="TEXT", required=True, help="the query")
     group.add_argument(
         "-d", "--document", metavar="TEXT", action="append", help="one text, again for more"
     )
@@ -28,7 +28,11 @@ def add_flags(parser: Parser) -> None:
         help="lines of text, or JSON lines with text and perhaps id; - is stdin",
     )  # fmt: skip
     group.add_argument("--top-n", metavar="N", type=at_least_one, help="the best N; default all")
-    group.add_argument("--instruction", metavar="TEXT", help="what makes a text relevant")
+    group.add_argument(
+        "--instruction",
+        metavar="TEXT",
+        help="instruction for the model: what makes a text relevant",
+    )
     flags.add_pooled_run(parser, group, longest="pair")
 
 
@@ -41,10 +45,14 @@ def run(args: argparse.Namespace) -> int:
     else:
         texts = [(name, text) for _, name, text in read_texts(args.input)]
     llm = open_llm(args)
-    how = {"instruction": args.instruction, "truncate_prompt_tokens": -1 if args.truncate else None}
-    scores = llm.rerank(args.query, [text for _, text in texts], **how)
-    found = sorted(zip(scores, texts, strict=True), key=lambda pair: -pair[0])
-    for score, (name, text) in found[: args.top_n]:
+    scores = llm.rerank(
+        args.query,
+        [text for _, text in texts],
+        instruction=args.instruction,
+        truncate_prompt_tokens=-1 if args.truncate else None,
+    )
+    ranked = sorted(zip(scores, texts, strict=True), key=lambda pair: -pair[0])
+    for score, (name, text) in ranked[: args.top_n]:
         line = {"id": name, "score": float(f"{score:.9g}"), "text": text}
         sys.stdout.write(json.dumps(line, ensure_ascii=False) + "\n")
     return 0

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SUMMARY = "the OpenAI-compatible server"
 NEEDED = ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client")
 MAX_PIECES_PER_S = 2000
-"""Of all answers together: each piece costs a system call, which nobody sees at this rate."""
+"""Of all answers together: each piece costs a system call."""
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
@@ -81,9 +81,9 @@ def run(args: argparse.Namespace) -> int:
         url = f"http://{shown}:{port}"
         says(f"listening on {url}; loading {args.model}")
         says(f"the page to chat is {url}/, the base URL for OpenAI's clients {url}/v1")
-        from rooflax.server.run import Runner
+        from rooflax.server.run import ServerRunner
 
-        return Runner(settings, _loader(args, template), says).run(listener)
+        return ServerRunner(settings, _loader(args, template), says).run(listener)
 
 
 class LogLines(logging.Handler):
@@ -121,7 +121,7 @@ def take_variables(args: argparse.Namespace) -> None:
     for action in parser._actions:
         name = variable_of(action.option_strings)
         text = os.environ.get(name)
-        if text is None or action.dest in args.given or not action.option_strings:
+        if text is None or action.dest in args.stated or not action.option_strings:
             continue
         if isinstance(action.default, list):
             value: Any = [part.strip() for part in text.split(",") if part.strip()]
@@ -146,10 +146,10 @@ def settings_of(args: argparse.Namespace) -> Settings:
     for name, value in flags.values_of(args, ServingSettings).items():
         if value is not None:  # of the engine, which is made once the server listens
             flags.SETTINGS[name].kind.read(name, value)
-    given = flags.values_of(args, Settings)
+    values = flags.values_of(args, Settings)
     if args.api_key_file is not None:
-        given["api_keys"] = [*given["api_keys"], *_keys(args.api_key_file)]
-    return Settings(**given)
+        values["api_keys"] = [*values["api_keys"], *_keys(args.api_key_file)]
+    return Settings(**values)
 
 
 def _keys(path: str) -> list[str]:
@@ -207,7 +207,7 @@ def _loader(
             _warn_of_template(engine.llm)
             tell("measuring what the machine allows")
             try:
-                engine.compares_with(Roofline(engine.llm).decode_s)
+                engine.set_roofline(Roofline(engine.llm).decode_s)
             except Exception as error:  # such as no memory for it; the server does without
                 terminal.say(f"rooflax: the machine could not be measured: {first_line(error)}.")
         gc.collect()

@@ -35,12 +35,12 @@ def open_llm(args: argparse.Namespace, **settings: Any) -> LLM:
 
 
 def find_plan(args: argparse.Namespace, **settings: Any) -> Plan:
-    """What `open_llm` would load.
+    """Plan that `open_llm` would load.
 
     Raises:
         RooflaxError: with the reason.
     """
-    return _loaded(args, *_checked(args, settings), lambda plan, **given: plan)
+    return _loaded(args, *_checked(args, settings), lambda plan, **options: plan)
 
 
 def open_async_llm(args: argparse.Namespace, **settings: Any) -> AsyncLLM:
@@ -55,16 +55,16 @@ def open_async_llm(args: argparse.Namespace, **settings: Any) -> AsyncLLM:
     return llm
 
 
-def _make_llm(*args: Any, **given: Any) -> LLM:
+def _make_llm(*args: Any, **settings: Any) -> LLM:
     from rooflax.llm import LLM
 
-    return LLM(*args, **given)
+    return LLM(*args, **settings)
 
 
-def _make_async_llm(*args: Any, **given: Any) -> AsyncLLM:
+def _make_async_llm(*args: Any, **settings: Any) -> AsyncLLM:
     from rooflax.async_llm import AsyncLLM
 
-    return AsyncLLM(*args, **given)
+    return AsyncLLM(*args, **settings)
 
 
 def _checked(
@@ -98,10 +98,10 @@ def _loaded(
         options = options or flags.execution_options(args)
         from rooflax.loading.plan import PLANNED, make_plan
 
-    given = flags.values_of(args, EngineSettings) | where | settings
-    given["mesh"] = platform.make_mesh(given.get("mesh"))
-    given["check"] = getattr(args, "check", False)
-    asked = {name: given.pop(name) for name in PLANNED & given.keys()}
+    values = flags.values_of(args, EngineSettings) | where | settings
+    values["mesh"] = platform.make_mesh(values.get("mesh"))
+    values["check"] = getattr(args, "check", False)
+    asked = {name: values.pop(name) for name in PLANNED & values.keys()}
     plan = make_plan(args.model, options=options, **asked)
     if asked.get("generation_config") == "auto":  # the verb generates
         plan.info.generation_defaults().check()
@@ -115,11 +115,11 @@ def _loaded(
         terminal.byte_progress(f"loading {name}", plan.load_bytes, args.quiet) as bar,
         terminal.status(f"loading {name}", args.quiet or not is_random),
     ):
-        return make(plan, progress=bar.update, **given)
+        return make(plan, progress=bar.update, **values)
 
 
 def say_settings(llm: LLM) -> None:
-    """What --verbose says: device, widths, switches, caches, and the speed to expect."""
+    """Prints the settings for --verbose: device, formats, switches, caches and expected speed."""
     import jax
 
     from rooflax.bench.prediction import summary
@@ -137,9 +137,9 @@ def say_settings(llm: LLM) -> None:
         ("context", f"{llm.max_model_len} tokens"),
         ("compile cache", str(enable_persistent_cache() or "off")),
     ]
-    plan = llm.stream_plan
+    plan = llm.offload_plan
     if plan is not None:
-        layers = f"{plan.num_resident} of {len(plan.layer_bytes)} stay, the others are streamed"
+        layers = f"{plan.num_resident} of {len(plan.layer_bytes)} stay, the others are offloaded"
         rows.append(("layers", layers))
     expected = summary(llm.plan)
     if expected is not None:

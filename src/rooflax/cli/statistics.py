@@ -1,4 +1,4 @@
-"""What `generate` and `chat` say of a run: timings and memory, as JSON and for people."""
+"""Statistics of `generate` and `chat`: timings and memory, as JSON and as lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def memory(llm: LLM) -> dict[str, int | None]:
     from rooflax.nn.host_memory import peak_rss_bytes
 
     held = bytes_per_device(llm.model.weights)
-    if llm.stream_plan is not None:  # one device, and layers that come and go
+    if llm.offload_plan is not None:  # one device, and layers that come and go
         held = llm.model.weights_bytes
     return {
         "peak_rss_bytes": peak_rss_bytes(),
@@ -41,8 +41,8 @@ def bytes_per_device(arrays: Any) -> int:
     return max(held.values(), default=0)
 
 
-def streaming(llm: LLM, completions: Sequence[Completion]) -> dict[str, Any] | None:
-    """The "streaming" of `generate --json`; None where all layers are in memory."""
+def offloading(llm: LLM, completions: Sequence[Completion]) -> dict[str, Any] | None:
+    """The "offloading" of `generate --json`; None where all layers are in memory."""
     from rooflax.models.offloading import OffloadedModel
 
     if not isinstance(llm.model, OffloadedModel):
@@ -51,7 +51,7 @@ def streaming(llm: LLM, completions: Sequence[Completion]) -> dict[str, Any] | N
     tokens = sum(len(c.tokens) for c in completions)
     return {
         "layers": len(plan.layer_bytes),
-        "layers_streamed": len(plan.streamed),
+        "layers_offloaded": len(plan.offloaded),
         "bytes_per_step": plan.bytes_per_step,
         "steps": counts.num_steps,
         "bytes_per_token": counts.num_bytes / max(tokens, 1),
@@ -65,8 +65,8 @@ def num_devices(llm: LLM) -> int:
 
 def say_statistics(llm: LLM, completions: Sequence[Completion]) -> None:
     """A small table on stderr; fits eighty columns."""
-    streamed = streaming(llm, completions)
-    for line in lines(completions, memory(llm), num_devices(llm), streamed):
+    offloaded = offloading(llm, completions)
+    for line in lines(completions, memory(llm), num_devices(llm), offloaded):
         say(line, is_faint=True)
 
 
@@ -74,7 +74,7 @@ def lines(
     completions: Sequence[Completion],
     used: Mapping[str, int | None],
     devices: int,
-    streamed: Mapping[str, Any] | None = None,
+    offloaded: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """The table's lines."""
     from rooflax.models.memory import gib
@@ -104,19 +104,19 @@ def lines(
         f"compile  {compiling}",
         f"prefill  {prompt}, {times['prefill_tok_per_s']:,.1f} tok/s, first after {first_token}",
         f"decode   {counted(count, 'token')}{several}, {speed}{drafted}",
-        *_stream_lines(streamed),
+        *_offloading_lines(offloaded),
         f"memory   weights {weights}{where}, KV cache {kv_cache}{peak_text}",
     ]
 
 
-def _stream_lines(streamed: Mapping[str, Any] | None) -> list[str]:
+def _offloading_lines(offloaded: Mapping[str, Any] | None) -> list[str]:
     from rooflax.models.memory import gib
 
-    if streamed is None:
+    if offloaded is None:
         return []
-    layers = f"{streamed['layers_streamed']} of {streamed['layers']} layers"
-    per_token = gib(int(streamed["bytes_per_token"]))
-    return [f"stream   {layers}, {per_token} per token, {streamed['gb_per_s']:.2f} GB/s"]
+    layers = f"{offloaded['layers_offloaded']} of {offloaded['layers']} layers"
+    per_token = gib(int(offloaded["bytes_per_token"]))
+    return [f"offload  {layers}, {per_token} per token, {offloaded['gb_per_s']:.2f} GB/s"]
 
 
 def counted(count: int, noun: str) -> str:
@@ -129,13 +129,13 @@ def sample(completion: Completion) -> dict[str, Any]:
     Raises:
         EngineError: it holds what JSON cannot.
     """
-    found: dict[str, Any] = {
+    row: dict[str, Any] = {
         "tokens": list(completion.tokens),
         "text": completion.text,
         "finish_reason": completion.finish_reason,
     }
     if completion.score is not None:
-        found["score"] = completion.score
+        row["score"] = completion.score
     if completion.logprobs is not None:
         values = [x for e in completion.logprobs for x in (e.logprob, *(v for _, v in e.top))]
         if not all(map(math.isfinite, values)):
@@ -143,11 +143,11 @@ def sample(completion: Completion) -> dict[str, Any]:
                 "the model gives log-probabilities that are not finite, which JSON cannot hold; "
                 "look for NaN weights with --check."
             )
-        found["logprobs"] = [
+        row["logprobs"] = [
             {"logprob": entry.logprob, "top": [list(pair) for pair in entry.top]}
             for entry in completion.logprobs
         ]
-    return found
+    return row
 
 
 class Speed:

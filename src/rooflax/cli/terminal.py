@@ -93,10 +93,10 @@ def print_json(document: Any) -> None:
     print(json_text(document, indent=2, allow_nan=False))
 
 
-def json_text(document: Any, **how: Any) -> str:
+def json_text(document: Any, **options: Any) -> str:
     """JSON in which only lone surrogates, which UTF-8 does not have, are escaped."""
-    text = json.dumps(document, ensure_ascii=False, **how)
-    return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    text = json.dumps(document, ensure_ascii=False, **options)
+    return _SURROGATE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 class _Status:
@@ -209,7 +209,7 @@ def read_stdin(flag: str) -> str:
         flag: with which it is given otherwise, and an example.
 
     Raises:
-        RequestError: it is not UTF-8, too long, or a terminal, where nobody would expect to type.
+        RequestError: it is not UTF-8, too long, or a terminal.
     """
     if is_terminal(sys.stdin):
         raise RequestError(f"nothing was given: say {flag}, or give it on stdin.")

@@ -16,7 +16,7 @@ def add_flags(parser: Parser) -> None:
     group.add_argument("-p", "--prompt", metavar="TEXT", help="default: stdin")
     group.add_argument(
         "--no-special-tokens", action="store_true",
-        help="leave out what the tokenizer puts around a text, such as BOS",
+        help="leave out special tokens that the tokenizer adds, such as BOS",
     )  # fmt: skip
     flags.add_output(parser, progress=False)
 

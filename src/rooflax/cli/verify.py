@@ -33,7 +33,11 @@ def add_flags(parser: Parser) -> None:
     flags.add_check(parser)
     group = parser.group("what to compare")
     group.add_argument(
-        "-p", "--prompt", metavar="TEXT", action="append", help="in place of ours (repeatable)"
+        "-p",
+        "--prompt",
+        metavar="TEXT",
+        action="append",
+        help="prompt in place of the built-in ones (repeatable)",
     )
     group.add_argument(
         "-n", "--max-tokens", metavar="N", type=at_least_one, default=DEFAULT_TOKENS,
@@ -60,13 +64,13 @@ def run(args: argparse.Namespace) -> int:
     prompts = encoded_prompts(llm, args.prompt or PROMPTS, args.max_tokens)
     with terminal.status("running transformers", args.quiet):
         theirs = _Reference(transformers, llm.info.folder, prompts, args.max_tokens)
-    found = compare(llm, prompts, theirs.logits, theirs.tokens, args.max_tokens)
+    comparison = compare(llm, prompts, theirs.logits, theirs.tokens, args.max_tokens)
     if args.json:
-        terminal.print_json(found)
+        terminal.print_json(comparison)
     else:
-        for line in lines(found):
+        for line in lines(comparison):
             print(line)
-    return 0 if found["equal"] else 1
+    return 0 if comparison["equal"] else 1
 
 
 def _import_transformers() -> Any:
@@ -101,7 +105,7 @@ def encoded_prompts(llm: LLM, texts: Any, max_tokens: int) -> list[list[int]]:
 
 
 class _Reference:
-    """What transformers computes in float32: logits of each prompt, and greedy tokens."""
+    """Reference computed by transformers in float32: logits of each prompt, and greedy tokens."""
 
     def __init__(self, transformers: Any, folder: Path, prompts: list[list[int]], count: int):
         import torch  # pyright: ignore[reportMissingImports]
@@ -170,10 +174,10 @@ def _row(llm: LLM, prompt: list[int], wanted: Any, theirs: list[int], mine: list
     }
 
 
-def lines(found: dict[str, Any]) -> list[str]:
+def lines(whole: dict[str, Any]) -> list[str]:
     """The comparison for people."""
     rows = [("prompt", "new", "logits: max abs error", "relative", "greedy tokens")]
-    for row in found["prompts"]:
+    for row in whole["prompts"]:
         tokens = "equal" if row["tokens_equal"] else f"differ at {row['first_difference']}"
         rows.append(
             (
@@ -184,10 +188,10 @@ def lines(found: dict[str, Any]) -> list[str]:
                 tokens,
             )
         )
-    verdict = "Equal" if found["equal"] else "NOT equal"
-    error, allowed = f"{found['max_relative_error']:.1e}", f"{found['tolerance']:.0e}"
+    verdict = "Equal" if whole["equal"] else "NOT equal"
+    error, allowed = f"{whole['max_relative_error']:.1e}", f"{whole['tolerance']:.0e}"
     return [
-        f"{found['model']} against {found['reference']}, float32, options {found['options']}",
+        f"{whole['model']} against {whole['reference']}, float32, options {whole['options']}",
         "",
         *terminal.table(rows, right=(0, 1, 2, 3)),
         "",

@@ -11,7 +11,7 @@ MIN_COLUMNS = 20
 TAB = 8
 
 
-class Wrapper:
+class LineWrapper:
     """Adds line breaks to text that comes in pieces.
 
     A word is written at once; where it turns out not to fit, it is erased and written again on the
@@ -27,7 +27,7 @@ class Wrapper:
         """Columns in use, and the word at their end."""
 
     def __call__(self, text: str) -> str:
-        """What to write for the next piece, which has no control characters but \\n and \\t."""
+        """Text to write for the next piece, which has no control characters but \\n and \\t."""
         columns = self._columns or _terminal_columns()
         if columns < MIN_COLUMNS:
             return text
@@ -71,7 +71,7 @@ def width(character: str) -> int:
 
 
 def _terminal_columns() -> int:
-    """Of stdout; 0 where it cannot erase, or is none."""
+    """Width of stdout in columns; 0 if it cannot erase or is no terminal."""
     if os.environ.get("TERM") in (None, "", "dumb"):
         return 0
     try:

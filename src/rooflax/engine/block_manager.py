@@ -8,7 +8,7 @@ of the next query.
 
 The blocks of the group with state are rows: one sequence's state in all those layers. A row that
 nobody owns may hold the state at a block's end, a snapshot, known by that block's hash. A sequence
-never writes into one: it goes on from a copy.
+never writes into one: it continues from a copy.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def _digest(data: bytes, domain: bytes) -> bytes:
 
 
 def _salted(salt: str) -> bytes:
-    """Where the chain of a salt's blocks begins: in a domain of its own, so that no salt is what
-    the blocks of another one hash to."""
+    """Hash that a salt's chain of blocks begins with, in a domain of its own, so that no salt
+    equals a hash of blocks with another."""
     return _digest(salt.encode(), b"rooflax salt")
 
 
@@ -150,7 +150,7 @@ class BlockManager:
         return True
 
     def num_cached(self, sequence: Sequence) -> int:
-        """How many of the first tokens lie in blocks that are known, all but the last at most.
+        """Number of leading tokens in cached blocks, at most all but the last.
 
         The full group needs every block; a window group those that the next query still sees; the
         group with state the snapshot at their end.
@@ -160,9 +160,9 @@ class BlockManager:
         hashes = self.hashes(sequence, (sequence.num_tokens - 1) // self.block_size)
         runs, longest = [0] * len(self.pools), 0
         for count, block_hash in enumerate(hashes, start=1):
-            found = [pool.find(block_hash) is not None for pool in self.pools]
-            runs = [run + 1 if hit else 0 for run, hit in zip(runs, found, strict=True)]
-            if not all(hit or w is not None for hit, w in zip(found, self.windows, strict=True)):
+            hits = [pool.find(block_hash) is not None for pool in self.pools]
+            runs = [run + 1 if hit else 0 for run, hit in zip(runs, hits, strict=True)]
+            if not all(hit or w is not None for hit, w in zip(hits, self.windows, strict=True)):
                 break
             needed = [count - self._first_visible_block(w, count) for w in self.windows]
             if all(run >= n for run, n in zip(runs, needed, strict=True)):
@@ -180,11 +180,12 @@ class BlockManager:
     def _cached_blocks(self, sequence: Sequence, group: int, num_cached: int) -> list[int]:
         count = num_cached // self.block_size
         first = self._first_visible_block(self.windows[group], count)
-        found = [self.pools[group].find(h) for h in self.hashes(sequence, count)[first:]]
-        return [block for block in found if block is not None]
+        blocks = [self.pools[group].find(h) for h in self.hashes(sequence, count)[first:]]
+        return [block for block in blocks if block is not None]
 
     def hashes(self, sequence: Sequence, count: int) -> list[bytes]:
-        """Of the first `count` blocks: each of its tokens, all before them and the cache salt."""
+        """Hashes of the first `count` blocks: each covers its tokens, all before them and the cache
+        salt."""
         known, size = sequence.kv.block_hashes, self.block_size
         while len(known) < count:
             parent = known[-1] if known else _salted(sequence.kv.cache_salt)
@@ -237,8 +238,8 @@ class BlockManager:
         return missing
 
     def _shared_tail(self, sequence: Sequence, group: int) -> int | None:
-        """Where in the table the next token's block is, if that exists and others own it too; of
-        rows of state, the first, if others may read it."""
+        """Index in the table of the next token's block if it exists and is shared; of rows of
+        state, of the first if others may read it."""
         kv = sequence.kv
         if group == self._state:
             pool, rows = self.pools[group], kv.block_tables[group]
@@ -306,7 +307,7 @@ class BlockManager:
             sequence.kv.version += 1
 
     def keep_state(self, sequence: Sequence, num_tokens: int) -> None:
-        """After a step with drafts: goes on from the state after the first of its tokens, as many
+        """After a step with drafts: continues from the state after the first of its tokens, as many
         as were accepted."""
         if self._state is not None:
             rows = sequence.kv.block_tables[self._state]
@@ -358,7 +359,7 @@ class BlockManager:
         kv.num_published_blocks = full
 
     def _publish_snapshots(self, sequence: Sequence, pool: BlockPool) -> None:
-        """Those that the last step wrote; the rows are nobody's from then on."""
+        """Publishes the snapshots that the last step wrote; their rows are free from then on."""
         for position, row in sequence.kv.snapshots:
             if position <= sequence.num_computed_tokens:
                 pool.publish(row, self.hashes(sequence, position // self.block_size)[-1])

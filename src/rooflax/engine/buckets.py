@@ -35,7 +35,7 @@ class StepKind(StrEnum):
 
 
 class Shape(NamedTuple):
-    """What one device call is compiled for.
+    """Shape that one device call is compiled for.
 
     Attributes:
         sequences: how many.
@@ -147,7 +147,7 @@ class Buckets:
         return next(r for r in self.decode_rows if r >= needed)
 
     def worth_running(self, decodes: int, tokens: int) -> int:
-        """How many of these tokens, decode rows and prompt chunks, a step should run now.
+        """Number of these tokens, decode rows and prompt chunks, that a step should run now.
 
         Where padding costs as much as tokens, the last prompt chunk is cut so that a bucket is
         full, unless the bucket above is at least four fifths full or the cut would leave no prompt

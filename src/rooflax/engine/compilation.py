@@ -27,7 +27,7 @@ LOOP_EMITTERS = "xla_cpu_use_fusion_emitters"
 
 
 def compiler_options(kernels: str | None) -> dict[str, bool] | None:
-    """What the engine asks of XLA; None is nothing.
+    """Compiler options for XLA; None for its defaults.
 
     Where native kernels do the work, the older emitters of loops compile the small rest in a fifth
     to a half less time with 60 MB less, and it runs as fast. JAX 0.11 no longer has them.
@@ -74,7 +74,7 @@ def _configured_folder() -> Path | None:
 
 @dataclass(eq=False)
 class CompileCounts:
-    """What was compiled while counting.
+    """Counts of what was compiled.
 
     Attributes:
         cache_misses, cache_hits: of the persistent cache.

@@ -21,7 +21,7 @@ from rooflax.engine.features.speculation import Speculation
 from rooflax.engine.metrics import Metrics
 from rooflax.engine.packing import StepResult, unpack_logprobs
 from rooflax.engine.request_checks import check_sequence
-from rooflax.engine.runner import Call, Compiled, Runner
+from rooflax.engine.runner import Compiled, Runner, StepCall
 from rooflax.engine.scheduler import Scheduler, StepPlan
 from rooflax.engine.sequence import NOT_FINITE, RowError, Sequence, StepOutput, with_siblings
 from rooflax.engine.step_budget import StepBudget
@@ -45,7 +45,7 @@ class Engine:
         model: with stacked layers exactly when options.layers is "scan"; any other pair is an
             EngineError.
         config: what it leaves open becomes what this model needs.
-        speculation: who drafts tokens; None is nobody.
+        speculation: the drafter; None drafts nothing.
         features: what else the engine can do.
 
     Attributes:
@@ -312,7 +312,7 @@ class Engine:
         self._set_gauges()
         return outputs
 
-    def _count_call(self, call: Call, num_steps: int, seconds: float) -> None:
+    def _count_call(self, call: StepCall, num_steps: int, seconds: float) -> None:
         shape, rows = call.shape, len(call.sequences)
         run = sum(call.counts) + sum(map(len, call.lookahead or ()))
         made_for = shape.tokens * (shape.sequences if shape.kind is StepKind.DENSE else 1)
@@ -350,7 +350,7 @@ class Engine:
         return outputs
 
     def _start_again(self) -> None:
-        """With an empty cache, after a step that took it with it: everybody is computed again."""
+        """Restarts with an empty cache after a step destroyed it: every sequence is recomputed."""
         self.scheduler.forget_blocks(self._new_blocks())
         self.reset()
 
@@ -368,7 +368,7 @@ class Engine:
             sequence.pause(seconds)
         return seconds
 
-    def _apply(self, call: Call, result: StepResult, times: CallTimes) -> list[StepOutput]:
+    def _apply(self, call: StepCall, result: StepResult, times: CallTimes) -> list[StepOutput]:
         """Appends the tokens of a call, and ends the sequences that are done."""
         outputs, now_s = [], times.ended_s
         self.step_budget.after_call(

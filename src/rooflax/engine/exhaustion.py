@@ -1,4 +1,5 @@
-"""When memory runs out at work: one sentence of what was needed, what is free and what to lower."""
+"""Out-of-memory errors: one sentence with the bytes needed, the bytes free and the setting to
+lower."""
 
 from __future__ import annotations
 
@@ -19,18 +20,18 @@ def is_exhausted(error: Exception) -> bool:
 
 
 def needed_bytes(error: Exception) -> int | None:
-    """What could not be allocated, if the error says so."""
-    found = _BYTES.search(str(error))
-    if found is None:
+    """Bytes that could not be allocated, if the error names them."""
+    match = _BYTES.search(str(error))
+    if match is None:
         return None
-    unit = found["unit"]
-    return int(float(found["size"]) * _UNITS[unit if unit in _UNITS else unit[0]])
+    unit = match["unit"]
+    return int(float(match["size"]) * _UNITS[unit if unit in _UNITS else unit[0]])
 
 
 def sentence(
     error: Exception, model: AnyModel, config: EngineConfig, *, kv_cache: int, drafter: int = 0
 ) -> str:
-    """What an operator needs to know.
+    """Sentence for the operator.
 
     Args:
         kv_cache: bytes of all blocks.

@@ -1,4 +1,4 @@
-"""`Masks`: what constrained rows may choose, as the sampler wants it: bits per slot. No jax."""
+"""`Masks`: the allowed tokens of constrained rows, as the sampler's bits per slot. No jax."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Masks:
         return np.full_like(self._words, -1)
 
     def of(self, sequences: list[Sequence], counts: list[int]) -> np.ndarray | None:
-        """What the rows may choose after a step that runs so many tokens of each; None if no row
-        that samples has a constraint.
+        """Masks of the rows after a step of so many tokens each; None if no sampled row has a
+        constraint.
 
         Raises:
             RowError: a constraint failed.

@@ -1,4 +1,4 @@
-"""What operators watch, as plain values. Pure Python, no jax."""
+"""Metrics for operators, as plain values. Pure Python, no jax."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEPT = 0.98
 
 @dataclass
 class Histogram:
-    """How many values fell at or below each bound, and above the one before it.
+    """Histogram: the number of values up to each bound and above the one before it.
 
     Attributes:
         counts: one per bound, and one for what is above all of them.

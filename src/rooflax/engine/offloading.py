@@ -27,7 +27,7 @@ from rooflax.nn.kv_cache import KVCache, with_pools
 def step_functions(
     model: AnyModel, options: ExecutionOptions, mesh: Mesh | None, max_steps: int, **run: Any
 ) -> StepFunctions | OffloadedFunctions:
-    """What runs this model's steps; the arguments of `StepFunctions`."""
+    """Step functions of this model; the arguments of `StepFunctions`."""
     if isinstance(model, OffloadedModel):
         assert mesh is None
         assert max_steps == 1
@@ -65,19 +65,19 @@ class OffloadedFunctions:
         groups = range(len(model.config.groups.windows))
         of_layer = model.config.groups.of_layer
         for index in map(of_layer.index, groups) if is_padding else range(count):
-            is_streamed = index in model.plan.streamed
-            weights = model.stream.take(index) if is_streamed else model.layers[index]
+            is_offloaded = index in model.plan.offloaded
+            weights = model.stream.take(index) if is_offloaded else model.layers[index]
             part = model.layer(index, weights)
-            own = None
+            kept = None
             if cache is not None:
                 pools = {"k": (k[index],), "v": (v[index],), "groups": part.config.groups}
-                own = replace(cache, **pools)
+                kept = replace(cache, **pools)
             group = model.group(index)
-            hidden, own = self._whole.layer(part, (hidden, own), _of_group(batch, group))
-            if own is not None:
-                k[index], v[index] = own.k[0], own.v[0]
-            if is_streamed:
-                jax.block_until_ready((hidden, own))
+            hidden, kept = self._whole.layer(part, (hidden, kept), _of_group(batch, group))
+            if kept is not None:
+                k[index], v[index] = kept.k[0], kept.v[0]
+            if is_offloaded:
+                jax.block_until_ready((hidden, kept))
                 model.stream.give_back()
         if not is_padding:
             jax.block_until_ready(hidden)

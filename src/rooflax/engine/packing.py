@@ -1,9 +1,9 @@
 """One array to the device per step and one back: their columns, and how to write and read them.
 
 Every argument of a dispatch costs about as much as a small kernel, so a step travels as one int32
-array: a few numbers of the step, columns of each sequence, and the list of all their tokens. What a
-request wants of the sampler stays on the device, one row per slot, and is sent again only when a
-slot changes hands.
+array: a few numbers of the step, columns of each sequence, and the list of all their tokens.
+Sampling parameters stay on the device, one row per slot, and are sent again only when a slot is
+reassigned.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NO_TOKENS: list[int] = []
 
 
 @dataclass(frozen=True)
-class Layout:
+class StepLayout:
     """Sizes of a step's array; static, so that each is a program of its own.
 
     Attributes:
@@ -77,7 +77,7 @@ class Layout:
         return packed[:HEADER], rows, tokens.reshape(-1, self.tokens) if self.dense else tokens
 
     def batch(self, packed: Int[Array, " size"], hidden: jax.Array | None = None) -> Batch:
-        """The tokens as the model wants them; inside the jitted step."""
+        """The tokens as the model's batch; inside the jitted step."""
         _, rows, tokens = self.split(packed)
         if self.dense:
             return Batch.dense(tokens, lengths=rows[:, QUERY_LEN], hidden=hidden)
@@ -87,8 +87,8 @@ class Layout:
             tables.append(rows[:, at : at + length])
             at += length
         start, count, position = (rows[:, at] for at in (QUERY_START, QUERY_LEN, POSITION))
-        how = {"longest": self.longest, "state_grid": self.state_grid, "hidden": hidden}
-        return Batch.ragged(tokens, start, count, position, tuple(tables), firsts, **how)
+        options = {"longest": self.longest, "state_grid": self.state_grid, "hidden": hidden}
+        return Batch.ragged(tokens, start, count, position, tuple(tables), firsts, **options)
 
 
 class Writer:
@@ -98,7 +98,7 @@ class Writer:
         lists: parts of the list of tokens, each with as many sequences: one per data shard.
     """
 
-    def __init__(self, layout: Layout, scratch_slot: int, *, lists: int = 1):
+    def __init__(self, layout: StepLayout, scratch_slot: int, *, lists: int = 1):
         self.layout = layout
         size = HEADER + layout.sequences * layout.width + layout.num_tokens
         self.packed = np.zeros(size, np.int32)
@@ -159,7 +159,7 @@ class DecodeWriter:
     Of sequences that run their last token each, in one list, it writes what a new `Writer` would.
     """
 
-    def __init__(self, layout: Layout, scratch_slot: int):
+    def __init__(self, layout: StepLayout, scratch_slot: int):
         self.layout = layout
         self._empty = Writer(layout, scratch_slot)
         self._packed = self._empty.packed.copy()
@@ -192,7 +192,7 @@ class DecodeWriter:
         self._known = known
 
 
-def _tables(sequence: Sequence, layout: Layout) -> list[int]:
+def _tables(sequence: Sequence, layout: StepLayout) -> list[int]:
     """The columns from FIRST on."""
     if not layout.tables:
         return []
@@ -208,19 +208,19 @@ def _tables(sequence: Sequence, layout: Layout) -> list[int]:
 
 
 def write_params(row: np.ndarray, sequence: Sequence) -> None:
-    """What a sequence wants of the sampler, in the columns of one slot."""
+    """Writes a sequence's sampling parameters into the columns of one slot."""
     params, sampler = sequence.params, sequence.sampler
-    given: dict[str, Any] = {name: getattr(params, name, None) for name in columns.SCALARS}
-    given["sample_index"] = sequence.sample_index
-    given["num_logprobs"] = -1 if params.logprobs is None else params.logprobs
-    given["scores_adjusted"] = sampler.num_candidates is not None
+    values: dict[str, Any] = {name: getattr(params, name, None) for name in columns.SCALARS}
+    values["sample_index"] = sequence.sample_index
+    values["num_logprobs"] = -1 if params.logprobs is None else params.logprobs
+    values["scores_adjusted"] = sampler.num_candidates is not None
     if sampler.num_candidates is not None:
-        given["num_logprobs"] = sampler.num_candidates
-    given["min_position"] = sequence.num_prompt_tokens + params.min_tokens
-    given["is_masked"] = sampler.constraint is not None
+        values["num_logprobs"] = sampler.num_candidates
+    values["min_position"] = sequence.num_prompt_tokens + params.min_tokens
+    values["is_masked"] = sampler.constraint is not None
     bias = {**params.logit_bias, **dict.fromkeys(params.banned_token_ids, -np.inf)}
     known = sorted(sequence.stop_ids)[:MAX_STOP_IDS]
-    columns.write(row, given, bias, params.allowed_token_ids, known)
+    columns.write(row, values, bias, params.allowed_token_ids, known)
 
 
 def _bits(x: jax.Array, dtype: Any) -> jax.Array:
@@ -230,7 +230,7 @@ def _bits(x: jax.Array, dtype: Any) -> jax.Array:
 def pack_sampled(
     sampled: Sampled, is_finite: Bool[Array, " B"], *, greedy: bool
 ) -> Int[Array, "B width"]:
-    """What was chosen, as one array."""
+    """Packs the sampled tokens into one array."""
     state = RAN + FINITE * is_finite.astype(jnp.int32)
     state += ALLOWED * sampled.is_allowed.astype(jnp.int32)
     parts = [sampled.tokens[:, None], state[:, None]]
@@ -259,7 +259,7 @@ def pack_logprobs(
 
 
 def unpack_logprobs(packed: np.ndarray, count: int) -> TokenLogprobs:
-    """What `pack_logprobs` wrote of one token, with the `count` best."""
+    """Unpacks a token's log-probabilities, with the `count` best, that `pack_logprobs` wrote."""
     floats, top = packed.view(np.float32), packed.shape[0] // 2
     best = zip(packed[1 : 1 + count], floats[1 + top : 1 + top + count], strict=True)
     return TokenLogprobs(float(floats[0]), tuple((int(i), float(v)) for i, v in best))
@@ -267,7 +267,7 @@ def unpack_logprobs(packed: np.ndarray, count: int) -> TokenLogprobs:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What came back, NumPy int32.
+    """Result of a step, NumPy int32.
 
     Attributes:
         packed: [steps, rows, width], as `pack_sampled` wrote it; a state of zero where the loop
@@ -284,7 +284,7 @@ class StepResult:
 
     @cached_property
     def _rows(self) -> list[list[list[int]]]:
-        """Of each step and row the token and the state, as numbers that Python reads faster."""
+        """Token and state of each step and row, as lists that Python reads faster."""
         return self.packed[:, :, : STATE + 1].tolist()
 
     @property

@@ -1,4 +1,4 @@
-"""What a request says, checked once below every front end, before the queue.
+"""Checks of a request, shared by all front ends, before the queue.
 
 What passes here cannot fail in a step: ids are the model's, counts and sums fit their columns.
 Pure Python, no jax.

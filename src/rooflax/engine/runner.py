@@ -1,6 +1,6 @@
 """`Runner`: turns a scheduled step into device calls of bucketed shapes and runs them.
 
-It owns the device's state: the model, the KV cache, what each slot's request wants. It chooses
+It owns the device's state: the model, the KV cache, each slot's sampling parameters. It chooses
 shapes; what runs when is the scheduler's.
 """
 
@@ -21,7 +21,7 @@ from rooflax.engine.buckets import SMALLEST_STEP, Buckets, Shape, StepKind, buck
 from rooflax.engine.compilation import count_compilations
 from rooflax.engine.masks import Masks
 from rooflax.engine.offloading import step_functions
-from rooflax.engine.packing import DecodeWriter, Layout, StepResult, Writer
+from rooflax.engine.packing import DecodeWriter, StepLayout, StepResult, Writer
 from rooflax.engine.scheduler import StepPlan
 from rooflax.engine.sequence import Sequence, fault_of
 from rooflax.engine.steps import StepInput
@@ -50,7 +50,7 @@ SMALLEST_CONTEXT = 256
 """Tokens; where attention gathers, contexts are padded to this or a power of two above it."""
 
 
-class Call(NamedTuple):
+class StepCall(NamedTuple):
     """One device call: rows, the tokens each of them runs, and lookahead tokens behind those."""
 
     sequences: list[Sequence]
@@ -101,14 +101,14 @@ class Runner:
         self.buckets = Buckets((slots,), (), self._contexts(), config.num_draft_tokens, self.pads)
         self.is_fully_warm = False
         self._warm: set[Shape] = set()
-        self._layouts: dict[Shape, Layout] = {}
+        self._layouts: dict[Shape, StepLayout] = {}
         self._decode_writers: dict[Shape, DecodeWriter] = {}
         self._wanted: set[Shape] = set()
         self._greedy = True  # while every sequence is: a program without the full sampler
         self.reset()
 
     def _enough_blocks(self) -> tuple[int, ...]:
-        """For every slot, always."""
+        """Blocks for every slot at full length."""
         row_bytes = self.model.config.groups.row_bytes() if self.config.prefix_caching else 0
         kept = num_snapshots(
             row_bytes, self.config.max_num_seqs, self.config.max_model_len, block_size()
@@ -156,7 +156,7 @@ class Runner:
         )
 
     def _put(self, tree: Any) -> Any:
-        """To every device, whole."""
+        """Copies an array whole to every device."""
         return jax.tree.map(lambda array: put(array, self.config.mesh, PartitionSpec()), tree)
 
     @property
@@ -173,20 +173,20 @@ class Runner:
             size *= 2
         return tuple(sorted(sizes))
 
-    def calls(self, plan: StepPlan) -> list[Call]:
+    def calls(self, plan: StepPlan) -> list[StepCall]:
         """The device calls of a step: one for the list of its tokens, and one for each prompt whose
         tokens are scored."""
         scored = [chunk for chunk in plan.prefills if chunk[0].wants_scores]
         chunks = [(s, 1) for s in plan.decodes]
         chunks += [chunk for chunk in plan.prefills if not chunk[0].wants_scores]
-        calls = [Call([s], [n], self._scored_shape(s, n)) for s, n in scored]
+        calls = [StepCall([s], [n], self._scored_shape(s, n)) for s, n in scored]
         if plan.lookahead:
             calls.insert(0, self._verify_call(plan.decodes, plan.lookahead))
         elif chunks:
             calls.insert(0, self._call(chunks, plan.num_steps))
         return calls
 
-    def _call(self, chunks: list[tuple[Sequence, int]], num_steps: int) -> Call:
+    def _call(self, chunks: list[tuple[Sequence, int]], num_steps: int) -> StepCall:
         """A list of tokens; sequences that sample come first."""
         decodes_alone = self.config.pooler is None and all(
             s.num_uncomputed_tokens == 1 for s, _ in chunks
@@ -195,7 +195,7 @@ class Runner:
             chunks = sorted(chunks, key=lambda chunk: chunk[1] < chunk[0].num_uncomputed_tokens)
         sequences, counts = [s for s, _ in chunks], [n for _, n in chunks]
         ends = [self._end(s, num_steps if decodes_alone else n) for s, n in chunks]
-        return Call(sequences, counts, self._shape_of(counts, max(ends), decodes_alone))
+        return StepCall(sequences, counts, self._shape_of(counts, max(ends), decodes_alone))
 
     def _shape_of(self, counts: list[int], context: int, decodes_alone: bool) -> Shape:
         rows, total = len(counts), sum(counts)
@@ -227,7 +227,7 @@ class Runner:
         return parts
 
     def _shard_of_chunks(self, counts: list[int]) -> list[int]:
-        """Of each chunk its data shard's list: the longest first, each to the shortest list."""
+        """Assigns each chunk to a data shard: the longest first, each to the shortest list."""
         lengths, rows = [0] * self.num_data_shards, [0] * self.num_data_shards
         most = self.config.max_num_seqs // self.num_data_shards
         parts = [0] * len(counts)
@@ -241,14 +241,14 @@ class Runner:
     def _end(self, sequence: Sequence, count: int) -> int:
         return sequence.num_computed_tokens + count
 
-    def _verify_call(self, sequences: list[Sequence], lookahead: list[list[int]]) -> Call:
+    def _verify_call(self, sequences: list[Sequence], lookahead: list[list[int]]) -> StepCall:
         longest = max(map(len, lookahead))
         context = max(self._end(s, 1 + len(d)) for s, d in zip(sequences, lookahead, strict=True))
         rows = len(sequences)
         shape = Shape(StepKind.VERIFY, rows, rows * (1 + longest), context)
         if self.config.options.jit:
             shape = self.buckets.verify(rows, context)
-        return Call(sequences, [1] * rows, shape, lookahead)
+        return StepCall(sequences, [1] * rows, shape, lookahead)
 
     def _scored_shape(self, sequence: Sequence, count: int) -> Shape:
         kind = StepKind.SCORED if self.config.options.use_cache else StepKind.SCORED_DENSE
@@ -262,7 +262,7 @@ class Runner:
     def _add_tokens(self, size: int) -> None:
         self.buckets = replace(self.buckets, tokens=tuple(sorted({*self.buckets.tokens, size})))
 
-    def run(self, call: Call, num_steps: int) -> StepResult:
+    def run(self, call: StepCall, num_steps: int) -> StepResult:
         """Runs a call and waits for it; rows beyond the call's sequences are padding."""
         self._load_slots(call.sequences)
         masks = self.masks.of(call.sequences, call.counts)
@@ -272,7 +272,7 @@ class Runner:
 
     def _dispatch(
         self,
-        call: Call,
+        call: StepCall,
         num_steps: int = 1,
         masks: np.ndarray | None = None,
         exchange: int = 0,
@@ -286,11 +286,11 @@ class Runner:
         self.lost_state = True  # donated to a program that may fail, also while its result is read
         (packed, scores), carry = function(self.model, (self.cache, self.counts), host)
         self.cache, self.counts = carry
-        found = np.asarray(packed)[:, rows]
+        tokens = np.asarray(packed)[:, rows]
         if self.config.pooler is None:
-            result = StepResult(found, None if scores is None else np.asarray(scores))
+            result = StepResult(tokens, None if scores is None else np.asarray(scores))
         else:
-            result = StepResult(found, vectors=np.asarray(scores)[rows])
+            result = StepResult(tokens, vectors=np.asarray(scores)[rows])
         self.lost_state = False
         return result
 
@@ -300,16 +300,16 @@ class Runner:
         return 1 if shape.sequences % lists or shape.tokens % lists else lists
 
     def _inputs(
-        self, call: Call, num_steps: int, exchange: int = 0
+        self, call: StepCall, num_steps: int, exchange: int = 0
     ) -> tuple[StepInput, list[int] | slice]:
-        """What the device is sent, and the row of each sequence."""
-        layout, own = self._layout(call.shape), slice(len(call.sequences))
+        """Inputs of a step on the device, and the row of each sequence."""
+        layout, rows = self._layout(call.shape), slice(len(call.sequences))
         if call.shape.kind is StepKind.DECODE and self._data_shards_of(call.shape) == 1:
             packed = self._decode_writer(call.shape).write(call.sequences, num_steps, exchange)
         else:
-            packed, own = self._write(call, layout, num_steps)
+            packed, rows = self._write(call, layout, num_steps)
         masks = None if self._greedy else self._no_masks
-        return StepInput(packed, self._device_params, masks, layout, self._greedy), own  # type: ignore[arg-type]
+        return StepInput(packed, self._device_params, masks, layout, self._greedy), rows  # type: ignore[arg-type]
 
     def _decode_writer(self, shape: Shape) -> DecodeWriter:
         if shape not in self._decode_writers:
@@ -318,7 +318,9 @@ class Runner:
             )
         return self._decode_writers[shape]
 
-    def _write(self, call: Call, layout: Layout, num_steps: int) -> tuple[np.ndarray, list[int]]:
+    def _write(
+        self, call: StepCall, layout: StepLayout, num_steps: int
+    ) -> tuple[np.ndarray, list[int]]:
         """The array of any step."""
         rows, dense, lists = layout.sequences, layout.dense, self._data_shards_of(call.shape)
         writer = Writer(layout, self.config.max_num_seqs, lists=1 if dense else lists)
@@ -332,22 +334,22 @@ class Runner:
             samples = [e >= s.num_tokens for s, e in zip(call.sequences, ends, strict=True)]
             writer.header[packing.NUM_SAMPLED] = sum(samples)
             assert samples == sorted(samples, reverse=True)
-        own = []
+        row_numbers = []
         for number, (sequence, count) in enumerate(zip(call.sequences, call.counts, strict=True)):
             end = self._end(sequence, count)
             start = sequence.num_computed_tokens if self.config.options.use_cache else 0
             lookahead = call.lookahead[number] if call.lookahead else packing.NO_TOKENS
-            own.append(writer.add(sequence, start, end - start, lookahead, parts[number]))
-        return writer.finish(), own
+            row_numbers.append(writer.add(sequence, start, end - start, lookahead, parts[number]))
+        return writer.finish(), row_numbers
 
-    def _layout(self, shape: Shape) -> Layout:
+    def _layout(self, shape: Shape) -> StepLayout:
         if shape not in self._layouts:
             kind, rows, tokens, _ = shape
             longest = {StepKind.DECODE: 1, StepKind.VERIFY: tokens // rows}.get(kind, tokens)
             if not self.windows:
                 longest = min(longest, shape.context)
             tables = self._table_lengths(shape, longest)
-            made = Layout(rows, tokens, tables, longest, kind.is_dense)
+            made = StepLayout(rows, tokens, tables, longest, kind.is_dense)
             group = self.model.config.groups.state
             if group is not None and not kind.is_dense:
                 grid = 1 if kind is StepKind.VERIFY else self._grid
@@ -431,15 +433,15 @@ class Runner:
             for _ in range(2)
         )
         for group in range(len(self.windows)):
-            own = [copy for copy in copies if copy.group == group]
-            sources[group][: len(own)] = [copy.source for copy in own]
-            destinations[group][: len(own)] = [copy.destination for copy in own]
+            in_group = [copy for copy in copies if copy.group == group]
+            sources[group][: len(in_group)] = [copy.source for copy in in_group]
+            destinations[group][: len(in_group)] = [copy.destination for copy in in_group]
         _, self.cache = self.functions.copy(None, self.cache, sources, destinations)
 
     def lowered(self) -> Iterator[tuple[str, jax.stages.Lowered]]:
         """Every step that was warmed up, by name; for tools that look into programs."""
         for shape in sorted(self._warm):
-            host, _ = self._inputs(Call([], [], shape), 1)
+            host, _ = self._inputs(StepCall([], [], shape), 1)
             function = self.functions.by_kind[shape.kind]
             yield str(shape), function.lower(self.model, (self.cache, self.counts), host)
 
@@ -463,15 +465,15 @@ class Runner:
         if self.config.pooler is None:
             programs["counts of a slot"] = lambda: self._load_counts(self.config.max_num_seqs, None)
         programs["blocks to copy"] = lambda: self.copy([])
-        found = []
+        compiled = []
         for name, compile_now in programs.items():
             started = time.perf_counter()
             with count_compilations() as counts:
                 compile_now()
             cache = "miss" if counts.compilations else "hit"
-            found.append(Compiled(name, time.perf_counter() - started, cache))
-            report(found[-1])
-        return found
+            compiled.append(Compiled(name, time.perf_counter() - started, cache))
+            report(compiled[-1])
+        return compiled
 
     def is_warm(self, shape: Shape) -> bool:
         """Whether the shape's program is there."""
@@ -480,7 +482,7 @@ class Runner:
     def warm(self, shape: Shape) -> None:
         """Compiles a shape by running it on empty rows."""
         self._warm.add(shape)
-        self._dispatch(Call([], [], shape))
+        self._dispatch(StepCall([], [], shape))
         give_back_freed()
 
     def warm_up_prefill(self, sequences: Iterable[Sequence], num_cached: Iterable[int]) -> None:
@@ -550,7 +552,7 @@ class Runner:
         return shapes
 
     def _first_step(self, new: list[int]) -> list[int]:
-        """What a step runs of so many tokens of each sequence, as far as its budget goes."""
+        """First step: so many tokens of each sequence as its budget holds."""
         budget, counts = self.config.max_tokens_per_step, []
         for count in new:
             counts.append(min(count, budget, self.longest_prefill))

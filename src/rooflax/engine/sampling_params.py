@@ -1,4 +1,4 @@
-"""`SamplingParams`: how one request wants its tokens chosen. Pure Python, no jax."""
+"""`SamplingParams`: sampling and stopping parameters of a request. Pure Python, no jax."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rooflax.fields.sampling import (
 @documented
 @dataclass(frozen=True)
 class SamplingParams(SamplingFields):
-    """How to choose tokens and when to stop.
+    """Sampling and stopping parameters.
 
     A field that is None is unset: generation_config.json decides, and after it the default named
     below. At most one of json_schema, regex and grammar says what the text must look like; a text
@@ -84,7 +84,7 @@ class SamplingParams(SamplingFields):
 
     @property
     def is_greedy(self) -> bool:
-        """Takes the most likely token, changes no logit and wants no log-probabilities.
+        """Whether it takes the most likely token, without log-probabilities or changed logits.
 
         Of parameters without unset fields.
         """
@@ -101,8 +101,8 @@ class SamplingParams(SamplingFields):
     @property
     def structured_output(self) -> tuple[str, str] | None:
         """The field that says what the text shall look like, and its value."""
-        given = ((name, getattr(self, name)) for name in FORMS)
-        return next((pair for pair in given if pair[1] is not None), None)
+        forms = ((name, getattr(self, name)) for name in FORMS)
+        return next((pair for pair in forms if pair[1] is not None), None)
 
     @property
     def has_penalties(self) -> bool:

@@ -14,7 +14,7 @@ from rooflax.nn.engine_config import EngineConfig
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What runs next.
+    """Plan of the next step.
 
     Attributes:
         decodes: sequences whose last token alone is to run, `num_steps` times over.
@@ -123,7 +123,7 @@ class Scheduler:
     def _plan(self, only: list[Sequence] | None) -> StepPlan | None:
         """
         Args:
-            only: who may run; None is everybody.
+            only: sequences that may run; None is all.
         """
         preempted_before = self.num_preemptions
         self._copies.clear()
@@ -149,9 +149,9 @@ class Scheduler:
         if prefills and not self.config.runs_whole:
             self._cut(len(decodes), prefills)
         if not decodes and not prefills:
-            everybody = (s.schedule for s in (*self.running, *self.waiting))
-            waits = (len(s.siblings) > 1 or s.is_suspect for s in everybody)
-            assert only is not None or not self.has_unfinished or any(waits), "nobody can run"
+            all_waits = (s.schedule for s in (*self.running, *self.waiting))
+            waits = (len(s.siblings) > 1 or s.is_suspect for s in all_waits)
+            assert only is not None or not self.has_unfinished or any(waits), "no sequence can run"
             return StepPlan() if self.has_unfinished else None
         num_steps, room = (1, 1) if prefills or only is not None else self._extend(decodes)
         for sequence in decodes:
@@ -172,12 +172,12 @@ class Scheduler:
                 self.leave(sequence)
 
     def fork(self, child: Sequence, parent: Sequence) -> None:
-        """Lets a running sequence go on from the cache of its sibling."""
+        """Continues a running sequence from its sibling's cache."""
         self.blocks.fork(child, parent)
         child.schedule.awaits_fork = False
 
     def forget_blocks(self, blocks: BlockManager) -> None:
-        """Requeues everybody, and starts with an empty cache: what the old one held is lost."""
+        """Requeues all sequences and empties the cache, whose contents are lost."""
         for sequence in reversed(list(self.running)):
             if sequence.is_finished:
                 self.leave(sequence)
@@ -239,7 +239,7 @@ class Scheduler:
                 decodes.append(sequence)
 
     def _may_enter(self, sequence: Sequence, num_cached: int) -> bool:
-        """Whether there are blocks for it, and nobody is about to compute those that it lacks."""
+        """Whether there are blocks for it, and none that it lacks is about to be computed."""
         if self._is_being_computed(sequence, num_cached):
             return False
         return self.blocks.can_admit(sequence, num_cached, self.new_tokens)
@@ -280,7 +280,7 @@ class Scheduler:
         return True
 
     def _extend(self, decodes: list[Sequence]) -> tuple[int, int]:
-        """Decode steps, and room for as many tokens as nobody has to give way for."""
+        """Decode steps, and the tokens that fit without preemption."""
         steps = self.steps_per_dispatch
         if steps > 1:
             steps = self._limit_steps(decodes, steps)

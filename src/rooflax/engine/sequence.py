@@ -48,7 +48,7 @@ class Constraint(Protocol):
 
     @property
     def error(self) -> str | None:
-        """Why it cannot go on."""
+        """Reason why it cannot continue."""
         ...
 
     def accept(self, token: int) -> None:
@@ -68,12 +68,12 @@ class Constraint(Protocol):
 
 
 class StepOutput(NamedTuple):
-    """What a step gave one sequence; a value, so that another thread may read it.
+    """Output of a step for one sequence; a value, so that another thread may read it.
 
     Attributes:
         times_s: of each token.
         logprobs: of each token, if asked for.
-        finish_reason: None while the sequence goes on.
+        finish_reason: None while the sequence runs.
         error: what went wrong, if that is "error".
     """
 
@@ -98,7 +98,7 @@ class StepOutput(NamedTuple):
 
 @dataclass(slots=True)
 class KVState:
-    """What the block manager keeps of a sequence.
+    """Block tables and cached length of a sequence, owned by the block manager.
 
     Attributes:
         cache_salt: only sequences of the same salt share blocks.
@@ -109,7 +109,7 @@ class KVState:
         version: changes whenever one of these three does.
         block_hashes: of the full blocks, as far as anyone has asked; see BlockManager.hashes.
         num_writable_tokens: positions below it may be written: the blocks hold them, and the next
-            one is nobody else's.
+            one is not shared.
         num_published_blocks: how many blocks other sequences may share.
         adapter: the slot of the LoRA adapter that keys and values come from, from 1 on; 0 is none.
     """
@@ -128,7 +128,7 @@ class KVState:
 
 @dataclass(slots=True)
 class ScheduleState:
-    """What the scheduler keeps of a sequence.
+    """Progress of a sequence, owned by the scheduler.
 
     Attributes:
         slot: the row of per-sequence device state; None while waiting.
@@ -148,7 +148,7 @@ class ScheduleState:
 
 @dataclass(slots=True)
 class Times:
-    """On the monotonic clock: of arrival, of the first admission, and of each generated token."""
+    """Times on the monotonic clock: arrival, first admission, and each generated token."""
 
     arrival_s: float = field(default_factory=time.perf_counter)
     admitted_s: float | None = None
@@ -157,7 +157,7 @@ class Times:
 
 @dataclass(slots=True)
 class SamplerState:
-    """What the sampler is told of a sequence beside its params, and the log-probabilities it gave.
+    """Sampler inputs of a sequence beside its params, and the log-probabilities of its tokens.
 
     Attributes:
         constraint: what the text must look like; None is anything.
@@ -187,7 +187,7 @@ class SamplerState:
 
 
 class FeatureState:
-    """What a feature keeps of one sequence; base of the types of slots.
+    """State of a feature for one sequence; base class of the types of slots.
 
     Attributes:
         feature: its name in errors.
@@ -300,7 +300,7 @@ class Sequence:
         return self.finish_reason is not None
 
     def output_since(self, num_output_tokens: int) -> StepOutput:
-        """What came after the first `num_output_tokens`."""
+        """Output tokens after the first `num_output_tokens`."""
         return StepOutput(
             self,
             tuple(self.tokens[len(self.prompt_tokens) + num_output_tokens :]),
@@ -325,7 +325,7 @@ class Sequence:
 
 
 class RowError(Exception):
-    """What one sequence is at fault for, before its step ran."""
+    """Error of one sequence, raised before its step ran."""
 
     def __init__(self, sequence: Sequence, error: BaseException):
         super().__init__(str(error))

@@ -9,7 +9,7 @@ from rooflax.engine.scheduler import Scheduler
 from rooflax.nn.engine_config import EngineConfig
 
 if TYPE_CHECKING:
-    from rooflax.engine.runner import Call
+    from rooflax.engine.runner import StepCall
 
 FIRST_BUDGET = 128
 """Tokens of a server's steps before any has been timed, and where several processes must agree."""
@@ -31,11 +31,13 @@ class StepBudget:
         self._token_s: float | None = None  # of a prompt, in a step of many
 
     def start(self, scheduler: Scheduler) -> None:
-        """For a scheduler that has run nothing yet."""
+        """Resets the budget for a scheduler that has run nothing yet."""
         scheduler.token_budget = self._token_budget()
         self._time_step(scheduler, BURST_S)
 
-    def after_call(self, scheduler: Scheduler, call: Call, num_steps: int, seconds: float) -> None:
+    def after_call(
+        self, scheduler: Scheduler, call: StepCall, num_steps: int, seconds: float
+    ) -> None:
         """Learns from a device call of `num_steps` steps."""
         self._time_step(scheduler, seconds / num_steps)
         if call.shape.kind is StepKind.STEP:
@@ -50,7 +52,7 @@ class StepBudget:
         scheduler.token_budget = self._token_budget()
 
     def _token_budget(self) -> int:
-        """What a step may run: all that is allowed, or what takes at most `step_s`."""
+        """Token budget of a step: the maximum, or as many as take at most `step_s`."""
         config = self.config
         if config.step_s is None:
             return config.max_tokens_per_step

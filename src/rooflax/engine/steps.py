@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from rooflax.engine import packing
 from rooflax.engine.buckets import StepKind
 from rooflax.engine.compilation import compiler_options
-from rooflax.engine.packing import Layout
+from rooflax.engine.packing import StepLayout
 from rooflax.models.model import Model
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
@@ -35,11 +35,11 @@ from rooflax.ops.sampling_columns import NO_ID
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepInput:
-    """What the host sends for one step.
+    """Inputs of one step, sent by the host.
 
     Attributes:
         packed: the sequences and their tokens, as `layout` says.
-        params: a row per slot: what its request wants of the sampler. Stays on the device.
+        params: a row per slot: its sampling parameters. Stays on the device.
         masks: a row per slot: bits of the tokens that a constrained row may choose; None if greedy.
         greedy: every row takes the most likely token and asks for nothing else: a program of its
             own, without what would only have to be compiled.
@@ -49,7 +49,7 @@ class StepInput:
     packed: Int[Array, " size"]
     params: Int[Array, "slots width"]
     masks: Int[Array, "slots words"] | None
-    layout: Layout = field(metadata={"static": True})
+    layout: StepLayout = field(metadata={"static": True})
     greedy: bool = field(default=False, metadata={"static": True})
     hidden: Float[Array, "B T D"] | None = None
 
@@ -69,7 +69,7 @@ class StepInput:
 
     @property
     def num_sampled(self) -> Int[Array, ""]:
-        """How many leading sequences sample; the others' choices mean nothing."""
+        """Number of leading sequences that sample; the others' tokens mean nothing."""
         return self.header[packing.NUM_SAMPLED]
 
     @property
@@ -94,7 +94,7 @@ Scores = Int[Array, "T columns"]
 def embed(
     model: Model, carry: None, *host: Any, options: ExecutionOptions, shards: Shards | None
 ) -> tuple[Float[Array, "B T D"], Batch]:
-    """What enters the first layer, and the batch for all of them.
+    """Embeds the tokens: the input of the first layer, and the batch for all of them.
 
     Args:
         model: without layers.
@@ -245,7 +245,7 @@ def _by_sequence(batch: Batch, x: Array) -> Array:
 
 
 def _drafts_before(tokens: Int[Array, "T W"], number: Int[Array, " T"]) -> Int[Array, "T W"]:
-    """At each token, the drafts of its sequence up to it; the padding is NO_ID.
+    """Drafts of each token's sequence up to that token, padded with NO_ID.
 
     Args:
         tokens: of its sequence, of which all but the first are drafts.
@@ -258,7 +258,7 @@ def _drafts_before(tokens: Int[Array, "T W"], number: Int[Array, " T"]) -> Int[A
 def _accepted(
     batch: Batch, tokens: Int[Array, "B W"], chosen: Int[Array, "B W"]
 ) -> Bool[Array, "B W"]:
-    """Which choices count: the first, and those after drafts that all equal the choice there."""
+    """Accepted tokens: the first, and those after drafts that all equal the sampled tokens."""
     same = tokens[:, 1:] == chosen[:, :-1]
     same = jnp.concatenate([jnp.ones_like(same[:, :1]), same], axis=1)
     index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
@@ -335,8 +335,8 @@ def _in_chunks(
     chunk = min(SCORED_AT_ONCE, count)
     padding = -count % chunk
     hidden, targets = jnp.pad(hidden, ((0, padding), (0, 0))), jnp.pad(targets, (0, padding))
-    found = jax.lax.map(score, (hidden.reshape(-1, chunk, width), targets.reshape(-1, chunk)))
-    return found.reshape(-1, *found.shape[2:])[:count]
+    scores = jax.lax.map(score, (hidden.reshape(-1, chunk, width), targets.reshape(-1, chunk)))
+    return scores.reshape(-1, *scores.shape[2:])[:count]
 
 
 def logits(
@@ -530,8 +530,8 @@ def _sharded(function: Callable, mesh: Mesh, options: ExecutionOptions) -> Calla
 
     def of_one_device(model: Model | None, carry: Any, *rest: Any) -> tuple[Any, Any]:
         if shards.stage > 1:
-            model, own = _local_layers(model, options), _with_layers_of(carry, shards.stage)
-            out, new = function(model, own, *rest)
+            model, local_carry = _local_layers(model, options), _with_layers_of(carry, shards.stage)
+            out, new = function(model, local_carry, *rest)
             return out, _like(carry, new)
         return function(model, carry, *rest)
 
@@ -564,12 +564,12 @@ def _by_cache(
 def _with_layers_of(carry: Any, num_stages: int) -> Any:
     """A stage's own view of the cache: as if its layers were all."""
 
-    def own(cache: KVCache) -> KVCache:
+    def of_stage(cache: KVCache) -> KVCache:
         layers = cache.groups.of_layer
         groups = replace(cache.groups, of_layer=layers[: len(layers) // num_stages])
         return replace(cache, groups=groups)
 
-    return _by_cache(own, carry)
+    return _by_cache(of_stage, carry)
 
 
 def _like(carry: Any, new: Any) -> Any:

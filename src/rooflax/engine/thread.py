@@ -25,7 +25,7 @@ Deliver = Callable[[list[StepOutput]], None]
 
 
 class Health(NamedTuple):
-    """How an engine's thread is.
+    """Health of an engine's thread.
 
     Attributes:
         is_stopping: it takes no more requests.
@@ -95,7 +95,7 @@ class EngineThread:
             raise EngineError("The engine is shutting down and takes no more requests.")
 
     def health(self) -> Health:
-        """How it is now; any thread may ask."""
+        """Health at this moment; any thread may ask."""
         with self._lock:
             stalled_s = time.perf_counter() - self._moved_s if self._num_open else 0.0
             return Health(self._is_stopping, self._failure, self._num_open, stalled_s)
@@ -215,7 +215,7 @@ class EngineThread:
             wait = False
 
     def _receive_rest(self) -> None:
-        """What was asked for before the end, so that all of it is answered."""
+        """Receives the remaining requests at the end, so that each is answered."""
         while True:
             try:
                 return self._receive()

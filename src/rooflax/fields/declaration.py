@@ -99,7 +99,7 @@ class Declaration:
         return f"{self.help}{ends}{self.kind.words}{default}"
 
     def http_of(self, api: Api) -> list[Http]:
-        """How one API has it: not at all, or by one name or several."""
+        """Names of the field in one API: none, one or several."""
         return [one for one in self.http if api in one.apis]
 
 
@@ -120,11 +120,11 @@ def declare(
         repr: whether the dataclass shows the value.
         further: as `of` has it.
     """
-    found = of("", kind, help, default, **further)
-    given: dict[str, Any] = (
+    declared = of("", kind, help, default, **further)
+    default_or_factory: dict[str, Any] = (
         {"default": default} if factory is None else {"default_factory": factory}
     )
-    return dataclasses.field(metadata={_KEY: found}, repr=repr, **given)
+    return dataclasses.field(metadata={_KEY: declared}, repr=repr, **default_or_factory)
 
 
 @cache
@@ -135,11 +135,11 @@ def declarations(table: type) -> dict[str, Any]:
         table: a dataclass of `declare`d fields, or a TypedDict annotated with declarations.
     """
     if dataclasses.is_dataclass(table):
-        found = {field.name: field.metadata.get(_KEY) for field in dataclasses.fields(table)}
+        declared = {field.name: field.metadata.get(_KEY) for field in dataclasses.fields(table)}
     else:
-        found = {name: kind.__metadata__[0] for name, kind in table.__annotations__.items()}
+        declared = {name: kind.__metadata__[0] for name, kind in table.__annotations__.items()}
     named = {}
-    for name, one in found.items():
+    for name, one in declared.items():
         if one is not None:
             by_name = (f"--{name.replace('_', '-')}",) if one.metavar else ()
             named[name] = replace(one, name=name, flags=one.flags or by_name)
@@ -195,13 +195,13 @@ def takes(table: type) -> Callable[[Taker], Taker]:
         if inspect.isclass(function):  # its own __signature__ would be that of its subclasses too
             function = function.__init__
         signature = inspect.signature(function)
-        given = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        taken = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         for name, one in declarations(table).items():
             kind = table.__annotations__[name].__origin__
             kind = getattr(kind, "__forward_arg__", kind)
             keyword = inspect.Parameter.KEYWORD_ONLY
-            given.append(inspect.Parameter(name, keyword, default=one.default, annotation=kind))
-        function.__signature__ = signature.replace(parameters=given)
+            taken.append(inspect.Parameter(name, keyword, default=one.default, annotation=kind))
+        function.__signature__ = signature.replace(parameters=taken)
         doc = inspect.cleandoc(taker.__doc__ or "")
         taker.__doc__ = re.sub(r"(?m)^    settings: .*$", lambda _: _listed(table), doc)
         return taker

@@ -48,7 +48,7 @@ def reject(name: str, value: object, wanted: str, *, what: str | None = None) ->
 
 
 class Kind:
-    """What a field may hold; only kinds with fields are dataclasses, which take time to make.
+    """Kind of a field's values; only kinds with fields are dataclasses, which take time to make.
 
     Attributes:
         repeats: several values make one, each given by a flag of its own.
@@ -59,12 +59,12 @@ class Kind:
 
     @property
     def range(self) -> str:
-        """What values may be, for people; empty where the kind's name says it."""
+        """Range of the values as text; empty if the kind's name says it."""
         return ""
 
     @property
     def words(self) -> str:
-        """What is said behind the field's help, wherever that is read."""
+        """Text behind the field's help."""
         return ""
 
     @property
@@ -189,11 +189,11 @@ class Several(Kind):
         return "" if self.most is None else f"at most {self.most}"
 
     def read(self, name: str, value: Any, *, what: str | None = None) -> tuple[Any, ...]:
-        found = tuple(self.each.read(name, item) for item in as_tuple(name, value))
-        if self.most is not None and len(found) > self.most:
-            entries = f"{name} has {len(found)} entries; at most {self.most} fit."
+        items = tuple(self.each.read(name, item) for item in as_tuple(name, value))
+        if self.most is not None and len(items) > self.most:
+            entries = f"{name} has {len(items)} entries; at most {self.most} fit."
             raise RequestError(entries, param=name)
-        return found
+        return items
 
 
 def as_tuple(name: str, value: Any) -> tuple[Any, ...]:

@@ -223,19 +223,20 @@ class SamplingFields:
     """Values of the fields of sampling."""
 
     max_tokens: int | None = _field(
-        Whole(1), "most new tokens", shown_default="to the end of the context", on_page=True,
+        Whole(1), "maximum number of new tokens", on_page=True,
+        shown_default="to the end of the context",
         flags=("-n", "--max-tokens", "--max-new-tokens", "--n-predict"), metavar="N",
         http=(
             Http((COMPLETIONS,), None, Whole(), "default 16; 0 with echo only", is_computed=True),
             Http((CHAT,), "max_completion_tokens", is_computed=True),
             Http((CHAT,), help="as max_completion_tokens, which wins", is_computed=True),
             Http((RESPONSES,), "max_output_tokens"),
-            Http((MESSAGES,), help="most new tokens", required=True)))
+            Http((MESSAGES,), help="maximum number of new tokens", required=True)))
     min_tokens: int = _field(
-        Whole(), "new tokens before anything but max_tokens may end the text", default=0, http=BOTH,
-        on_page=True)
+        Whole(), "minimum number of new tokens; before it only max_tokens ends the text", default=0,
+        http=BOTH, on_page=True)
     temperature: float | None = _drawn(
-        Number(0, MAX_FACTOR), "0 takes the most likely token", unset=1.0, off=0.0,
+        Number(0, MAX_FACTOR), "sampling temperature; 0 is greedy", unset=1.0, off=0.0,
         flags=("--temperature", "--temp"), metavar="T",
         http=(Http((COMPLETIONS, CHAT, RESPONSES), kind=Number(0, 2)),
               Http((MESSAGES,), kind=Number(0, 1))),
@@ -253,13 +254,13 @@ class SamplingFields:
         Number(0, 1), "keep tokens at least p times as likely as the best", unset=0.0, metavar="P",
         http=BOTH, column="float", checkpoint=Number(0, 1), gguf="min_p")
     seed: int | None = _drawn(
-        Whole(0, 2**32 - 1), "seed of the draws, which are the same in any batch", unset=0,
+        Whole(0, 2**32 - 1), "random seed; the same tokens in any batch", unset=0,
         flags=("-s", "--seed"), metavar="N",
         http=(Http(kind=Whole(-(2**63), 2**63 - 1), is_computed=True,
-                   help="of the draws; without one each request draws its own, stated in "
+                   help="random seed; by default each request gets its own, returned in "
                    "x-rooflax-seed"),), column="unsigned")
     stop: tuple[str, ...] = _field(
-        StopTexts(), "strings that end the text and are no part of it", default=(), in_beams=False,
+        StopTexts(), "strings that end the text and are left out of it", default=(), in_beams=False,
         metavar="TEXT",
         http=(Http(kind=StopTexts(each=256)),
               Http((MESSAGES,), "stop_sequences", StopTexts(each=256, takes_one=False))))
@@ -267,7 +268,7 @@ class SamplingFields:
         IDS, "ids that end the text, besides the end-of-sequence ids", default=(),
         metavar="ID,ID", http=BOTH)
     repetition_penalty: float | None = _field(
-        Number(1 / MAX_FACTOR, MAX_FACTOR), "above 1 discourages repetition", unset=1.0,
+        Number(1 / MAX_FACTOR, MAX_FACTOR), "values above 1 penalize repetition", unset=1.0,
         metavar="X", http=BOTH, on_page=True, column="float", checkpoint=Number(0, above=True),
         gguf="penalty_repeat")
     presence_penalty: float | None = _field(
@@ -280,49 +281,50 @@ class SamplingFields:
         Bias(Number(-MAX_BIAS, MAX_BIAS)), "added to the logits of token ids", factory=dict,
         shows_range=True, metavar="ID=VALUE", http=BOTH)
     allowed_token_ids: tuple[int, ...] = _field(
-        Several(Whole(), MAX_ALLOWED_IDS), "the only ids that may be chosen; empty allows all",
+        Several(Whole(), MAX_ALLOWED_IDS), "the only ids that may be sampled; empty allows all",
         default=(), http=BOTH)
     banned_token_ids: tuple[int, ...] = _field(
-        IDS, "ids that are never chosen, counted among those of logit_bias", default=())
+        IDS, "ids that are never sampled, counted among those of logit_bias", default=())
     logprobs: int | None = _field(
-        LOGPROBS, "log-probabilities of the chosen token and of this many of the best",
+        LOGPROBS, "log-probabilities of the sampled token and of the N most likely",
         in_beams=False, per_prompt=True, metavar="N",
         http=(
             Http((COMPLETIONS,), is_computed=True),
             Http((CHAT,), kind=Flag(), help="log-probabilities of the tokens", is_computed=True),
             Http((CHAT,), "top_logprobs", is_computed=True,
-                 help="and of this many of the best; needs logprobs"),
+                 help="and of the N most likely; needs logprobs"),
             Http((RESPONSES,), "top_logprobs", is_computed=True,
                  help="of each token; with include message.output_text.logprobs")))
     prompt_logprobs: int | None = _field(
-        LOGPROBS, "log-probabilities of the prompt's tokens and of this many of the best",
+        LOGPROBS, "log-probabilities of the prompt's tokens and of the N most likely",
         in_beams=False, http=BOTH)
     n: int = _field(
-        Whole(1, 1024), "answers to each prompt; of a beam search the best", default=1,
+        Whole(1, 1024), "samples per prompt; of a beam search the best", default=1,
         per_prompt=True, flags=("--samples",), metavar="N",
         http=(Http(kind=Whole(1, PER_REQUEST)),))
     ignore_eos: bool = _field(
         Flag(), "continue after end-of-sequence tokens", default=False, flags=("--ignore-eos",),
         http=BOTH)
     num_beams: int = _field(
-        Whole(1, 10), "search for the likeliest texts with so many beams, as transformers does",
+        Whole(1, 10), "number of beams of a beam search, as in transformers",
         default=1, shown_default="1, off", per_prompt=True, metavar="N")
     length_penalty: float | None = _field(
         Number(-10, 10),
-        "of beams: log-probabilities are divided by the length to this power; more "
-        "favours long texts", shown_default="1", per_prompt=True, metavar="X",
+        "beam search: exponent of the length that log-probabilities are divided by; "
+        "larger values favor long texts", shown_default="1", per_prompt=True, metavar="X",
         http=(Http((COMPLETIONS,), kind=Number()),))
     early_stopping: bool | str | None = _field(
         Choice((True, False, "never")),
-        "of beams: end the search with num_beams texts, once no open beam scores better, "
-        "or once none could by the longest text", shown_default="false", per_prompt=True,
+        "beam search: stop with num_beams texts (true), once no open beam scores better "
+        "(false), or once none can at the maximum length (never)", shown_default="false",
+        per_prompt=True,
         metavar="HOW")
     json_schema: Mapping[str, Any] | str | None = _form(
-        JsonSchema(), "the text is JSON that this schema accepts", metavar="FILE_OR_JSON")
+        JsonSchema(), "JSON schema that the text must satisfy", metavar="FILE_OR_JSON")
     regex: str | None = _form(
-        Regex(), "the text as a whole matches this regular expression", metavar="REGEX")
+        Regex(), "regular expression that the whole text must match", metavar="REGEX")
     grammar: str | None = _form(
-        Grammar(), "the text follows this Lark grammar", metavar="FILE_OR_TEXT")
+        Grammar(), "Lark grammar that the text must follow", metavar="FILE_OR_TEXT")
 # fmt: on
 
 

@@ -37,7 +37,7 @@ CHANGED_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What adapter_config.json says.
+    """Contents of adapter_config.json.
 
     Attributes:
         rank, alpha: of layers that no pattern names.
@@ -67,10 +67,10 @@ class AdapterConfig:
         if _names(self.exclude_modules, module):
             return False
         if is_all_linear(self.target_modules):
-            found = module.rpartition(".")[2] != "lm_head"
+            is_target = module.rpartition(".")[2] != "lm_head"
         else:
-            found = _names(self.target_modules, module)
-        return found and (self.layers is None or self._layer(module) in self.layers)
+            is_target = _names(self.target_modules, module)
+        return is_target and (self.layers is None or self._layer(module) in self.layers)
 
     def _layer(self, module: str) -> int | None:
         """The first number in a path, or the one behind one of the patterns."""
@@ -84,7 +84,7 @@ class AdapterConfig:
         return _by_pattern(self.rank_pattern, module, self.rank)
 
     def scale_of(self, module: str) -> float:
-        """What B A is multiplied by: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
+        """Scale of B A: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
         rank, alpha = self.rank_of(module), _by_pattern(self.alpha_pattern, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
@@ -132,8 +132,8 @@ def _numbered(pattern: str) -> str:
 
 
 def _by_pattern(values: Mapping[str, Any], module: str, otherwise: Any) -> Any:
-    found = (v for key, v in values.items() if compiled(_at_end(key)).match(module))
-    return next(found, otherwise)
+    matching = (v for key, v in values.items() if compiled(_at_end(key)).match(module))
+    return next(matching, otherwise)
 
 
 def read_adapter_config(folder: Path, family: str) -> AdapterConfig:
@@ -181,7 +181,7 @@ class _Reader:
                 f"{self._path.parent} was begun with {begun}, which changed its base model; it "
                 f"fits that changed model only."
             )
-        found = AdapterConfig(
+        config = AdapterConfig(
             rank=self._rank("r", self._take("r", 8)),
             alpha=self._alpha("lora_alpha", self._take("lora_alpha", 8)),
             target_modules=self._modules("target_modules")
@@ -201,7 +201,7 @@ class _Reader:
         for key, value in self._left.items():
             if key not in ELSEWHERE and value not in (None, False, "", [], {}):
                 self._reject(key, value)
-        return found
+        return config
 
     def _take(self, key: str, otherwise: Any) -> Any:
         value = self._left.pop(key, None)
@@ -246,17 +246,17 @@ class _Reader:
         value = self._left.pop(key, None)
         if value is None:
             return ()
-        found = [value] if one_too and isinstance(value, str) else value
-        is_list = isinstance(found, list) and len(found) <= MOST_NAMES
-        if not is_list or not all(isinstance(one, str) for one in found):
+        texts = [value] if one_too and isinstance(value, str) else value
+        is_list = isinstance(texts, list) and len(texts) <= MOST_NAMES
+        if not is_list or not all(isinstance(one, str) for one in texts):
             raise self._bad(key, value, "a list of names")
-        return tuple(found)
+        return tuple(texts)
 
     def _patterns(self, key: str, read: Any) -> dict[str, Any]:
         value = self._take(key, {})
         if not isinstance(value, dict) or len(value) > MOST_PATTERNS:
             raise self._bad(key, value, f"an object of at most {MOST_PATTERNS} patterns")
-        return {self._pattern(key, name, _at_end): read(key, own) for name, own in value.items()}
+        return {self._pattern(key, name, _at_end): read(key, item) for name, item in value.items()}
 
     def _pattern(self, key: str, pattern: str, inside: Callable[[str], str] = str) -> str:
         for one in (pattern, inside(pattern)):
@@ -264,8 +264,8 @@ class _Reader:
         return pattern
 
 
-def named(modules: Iterable[str], most: int = 3) -> str:
+def named(modules: Iterable[str]) -> str:
     """Some modules' paths, for an error."""
-    found = sorted(modules)
-    more = f" and {len(found) - most} more" if len(found) > most else ""
-    return f"{', '.join(one[:120] for one in found[:most])}{more}"
+    names = sorted(modules)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(one[:120] for one in names[:3])}{more}"

@@ -67,11 +67,11 @@ class Adapter:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of what it computes: the config and the tensors, in hexadecimal."""
-        found = hashlib.sha256(read_file(self.folder / ADAPTER) or b"")
+        sha = hashlib.sha256(read_file(self.folder / ADAPTER) or b"")
         for name in sorted(self.file.names()):
-            found.update(name.encode())
-            found.update(self.file.read(name).tobytes())
-        return found.hexdigest()
+            sha.update(name.encode())
+            sha.update(self.file.read(name).tobytes())
+        return sha.hexdigest()
 
     @property
     def rank(self) -> int:
@@ -80,7 +80,7 @@ class Adapter:
 
     @property
     def nbytes(self) -> int:
-        """Of A and B in float32."""
+        """Bytes of A and B in float32."""
         return sum(
             4 * self.config.rank_of(module) * (target.inputs + target.outputs)
             for module, target in self.targets.items()
@@ -95,17 +95,17 @@ class Adapter:
         Raises:
             CheckpointError: a number is NaN or infinite.
         """
-        found = {}
+        by_module = {}
         for module in self.targets:
-            parts = {kind: self._tensor(own) for kind, own in self.stored[module].items()}
+            parts = {kind: self._tensor(names) for kind, names in self.stored[module].items()}
             a, b, scale = parts["lora_A"], parts["lora_B"], self.config.scale_of(module)
             columns = None
             if self.config.use_dora:
                 w = base_weight(info.weights(), info.family, self.targets[module])
                 norm = np.linalg.norm(merged(w, a, b, scale), axis=1)
                 columns = (parts[MAGNITUDE].reshape(-1) / norm).astype(np.float32)
-            found[module] = LowRank(a, b, scale, columns)
-        return found
+            by_module[module] = LowRank(a, b, scale, columns)
+        return by_module
 
     def _tensor(self, name: str) -> np.ndarray:
         array = np.array(self.file.read(name), np.float32)
@@ -117,10 +117,10 @@ class Adapter:
 def merged(w: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
     """W + scale B A in float32, [out, in]."""
     with np.errstate(over="ignore", invalid="ignore"):
-        found = w.astype(np.float32) + np.float32(scale) * (b @ a)
-    if not np.isfinite(found).all():
+        total = w.astype(np.float32) + np.float32(scale) * (b @ a)
+    if not np.isfinite(total).all():
         raise CheckpointError("Weights with the adapter are beyond float32; train it again.")
-    return found
+    return total
 
 
 def base_weight(base: Source, name: str, target: Target) -> np.ndarray:
@@ -162,10 +162,10 @@ class Merged:
         return self._source.names()
 
     def info(self, name: str) -> TensorInfo:
-        found = self._source.info(name)
+        info = self._source.info(name)
         if name not in self._targets:
-            return found
-        return TensorInfo("F32", found.shape, 4 * math.prod(found.shape))
+            return info
+        return TensorInfo("F32", info.shape, 4 * math.prod(info.shape))
 
     def read(self, name: str) -> np.ndarray:
         array = self._source.read(name)
@@ -227,15 +227,15 @@ def open_adapter(folder: str | os.PathLike[str], info: ModelInfo) -> Adapter:
     stored: dict[str, dict[str, str]] = {}
     copies, spellings, unknown = _copies_of_base(file, info, known), set[str](), []
     for name in file.names():
-        found = _TENSOR.fullmatch(name)
-        module = by_name.get(found[1]) if found else None
-        if found is None or module is None:
+        match = _TENSOR.fullmatch(name)
+        module = by_name.get(match[1]) if match else None
+        if match is None or module is None:
             unknown += [] if name in copies else [name]
             continue
-        if found[2] in stored.setdefault(module, {}):
-            raise CheckpointError(f"{path} has {found[2]} of {module} twice.")
-        spellings.add(found[1])
-        stored[module][found[2]] = name
+        if match[2] in stored.setdefault(module, {}):
+            raise CheckpointError(f"{path} has {match[2]} of {module} twice.")
+        spellings.add(match[1])
+        stored[module][match[2]] = name
     if unknown:
         raise UnsupportedModelError(
             f"{path} has {named(unknown)}, which is not A or B of a linear layer of {info.name} "
@@ -262,8 +262,8 @@ def _copies_of_base(
 ) -> set[str]:
     """Names of the base model's own head, which PEFT saves beside its adapter."""
     head = known.get(HEAD)
-    found = {f"{PREFIX}{name}.base_layer.weight" for name in head.names} if head else set()
-    names = found & set(file.names())
+    copies = {f"{PREFIX}{name}.base_layer.weight" for name in head.names} if head else set()
+    names = copies & set(file.names())
     if not names or head is None or info.folder is None:
         return set()
     w = base_weight(info.weights(), info.family, head)
@@ -290,14 +290,14 @@ def _check_tensors(adapter: Adapter) -> None:
         for kind, name in stored.items():
             if kind not in wanted:
                 raise CheckpointError(f"{path} has {name}, but {ADAPTER} says no use_dora.")
-            found = adapter.file.info(name)
-            if found.shape != wanted[kind]:
+            info = adapter.file.info(name)
+            if info.shape != wanted[kind]:
                 raise CheckpointError(
-                    f"{name} in {path} is {list(found.shape)}, wanted {list(wanted[kind])}: rank "
+                    f"{name} in {path} is {list(info.shape)}, wanted {list(wanted[kind])}: rank "
                     f"{rank}, {target.inputs} inputs and {target.outputs} outputs."
                 )
-            if found.dtype not in FLOATING:
-                raise CheckpointError(f"{name} in {path} is {found.dtype}, no floating point type.")
+            if info.dtype not in FLOATING:
+                raise CheckpointError(f"{name} in {path} is {info.dtype}, no floating point type.")
 
 
 def save_adapter(
@@ -321,8 +321,8 @@ def save_adapter(
     for module, part in adapters.items():
         path = f"{PREFIX}{module}"
         for kind, array in ((A, part.a), (B, part.b)):
-            own = np.asarray(array, np.float32)
-            written.append(TensorToWrite(f"{path}.{kind}", "F32", own.shape, lambda own=own: own))
+            factor, stored = np.asarray(array, np.float32), f"{path}.{kind}"
+            written.append(TensorToWrite(stored, "F32", factor.shape, lambda factor=factor: factor))
     write_safetensors(folder / WEIGHTS, written, {"format": "pt"})
     known = targets(name, model)
     transposed = any(known[module].is_transposed for module in adapters)

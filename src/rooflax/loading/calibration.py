@@ -75,15 +75,15 @@ def calibrate(plan: Plan, ids: Sequence[int], report: Report | None = None) -> M
     def layers() -> Iterator[dict[str, Any]]:
         for index in range(info.config.num_layers):
             slots = [slot for slot in reader.slots if slot.layer == index]
-            own = {
+            layer = {
                 slot.key: _operand(np.asarray(leaf), plans[slot.name])
                 for slot, leaf in reader.leaves(slots)
             }
-            yield own
-            measured = [leaf for leaf in own.values() if isinstance(leaf, _Calibrated)]
+            yield layer
+            measured = [leaf for leaf in layer.values() if isinstance(leaf, _Calibrated)]
             done.append({
                 key: leaf.result() if isinstance(leaf, _Calibrated) else leaf
-                for key, leaf in own.items()
+                for key, leaf in layer.items()
             })  # fmt: skip
             if report and (errors := [leaf.error for leaf in measured if leaf.error is not None]):
                 report(index, float(np.mean(errors)))
@@ -125,7 +125,7 @@ class _Layers(Sequence):
         return self._each
 
     def finish(self) -> None:
-        """What comes after the last layer."""
+        """Runs the generator's code after the last layer."""
         for _ in self._each:
             pass
 
@@ -156,12 +156,12 @@ class _Calibrated(Composite):
         """The quantized weight; one that no row has met is rounded."""
         return self._plan.keep(self._array) if self._made is None else self._made
 
-    def matmul(self, x: Float[Array, "rows width"], *rest: Any, **how: Any) -> Array:
+    def matmul(self, x: Float[Array, "rows width"], *rest: Any, **keywords: Any) -> Array:
         made = self._made
         if made is None:
-            rows = applied(how.get("prologue"), x.astype(jnp.float32))
+            rows = applied(keywords.get("prologue"), x.astype(jnp.float32))
             made = self._made = self._by(_second_moments(rows))
-        return matmul(made, x, *rest, **how)
+        return matmul(made, x, *rest, **keywords)
 
     def _by(self, moments: Float[Array, "in in"]) -> Any:
         parts, errors = self._plan.parts(self.out_shape), np.zeros(2)
@@ -171,12 +171,12 @@ class _Calibrated(Composite):
         return made[0] if len(made) == 1 else Fused(made, parts[0].axis, self._plan.format or "")
 
     def _part(self, part: Part, moments: Float[Array, "in in"], errors: np.ndarray) -> Quantized:
-        own = self._array[(slice(None),) * len(self.in_shape) + part.index]
+        block = self._array[(slice(None),) * len(self.in_shape) + part.index]
         shapes = self.in_shape, part.out_shape(self.out_shape)
-        rounded = quantize(own, part.format, *shapes)
+        rounded = quantize(block, part.format, *shapes)
         if KNOWN[part.format].code != CODE:
             return rounded
-        w = jnp.asarray(own.reshape(math.prod(self.in_shape), -1).T, jnp.float32)
+        w = jnp.asarray(block.reshape(math.prod(self.in_shape), -1).T, jnp.float32)
         codes, scales = gptq(w, moments)
         made = pack(part.format, np.asarray(codes), np.asarray(scales), *shapes)
         errors += [_error(one.numbers().T - w, moments) for one in (made, rounded)]
@@ -215,19 +215,19 @@ def gptq(
         by_scale = iq4.inverse(scale, jnp)
 
         def column(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            x, found, errors = carry
-            own = jax.lax.dynamic_slice_in_dim(x, j, 1, 1)
-            code = iq4.codes_of(own * by_scale, jnp)
+            x, codes_here, errors = carry
+            values = jax.lax.dynamic_slice_in_dim(x, j, 1, 1)
+            code = iq4.codes_of(values * by_scale, jnp)
             rounded = jnp.asarray(iq4.VALUES)[code.astype(jnp.int32)] * scale
-            error = (own - rounded) / within[j, j]
+            error = (values - rounded) / within[j, j]
             x = x - error * jnp.where(jnp.arange(GROUP) > j, within[j], 0)[None]
             put = jax.lax.dynamic_update_slice_in_dim
-            return x, put(found, code, j, 1), put(errors, error, j, 1)
+            return x, put(codes_here, code, j, 1), put(errors, error, j, 1)
 
         start = x, jnp.zeros(x.shape, jnp.uint8), jnp.zeros_like(x)
-        _, found, errors = jax.lax.fori_loop(0, GROUP, column, start)
+        _, codes_here, errors = jax.lax.fori_loop(0, GROUP, column, start)
         w = w - errors @ jnp.where(places >= begin + GROUP, behind, 0)
-        codes = jax.lax.dynamic_update_slice_in_dim(codes, found, begin, 1)
+        codes = jax.lax.dynamic_update_slice_in_dim(codes, codes_here, begin, 1)
         scales = jax.lax.dynamic_update_slice_in_dim(scales, scale.astype(jnp.float16), number, 1)
         return w, codes, scales
 

@@ -35,8 +35,8 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclass(frozen=True)
-class Names:
-    """What a template reads.
+class TemplateNames:
+    """Names and texts that a template reads.
 
     Attributes:
         variables: that it does not set itself; jinja2's own functions are none of them.
@@ -47,22 +47,26 @@ class Names:
     texts: frozenset[str] = frozenset()
 
 
-def names(template: str | None) -> Names:
-    """Of a template; nothing of one that is not valid, or of none."""
+def names(template: str | None) -> TemplateNames:
+    """Names of a template; none of an invalid one or of None."""
     if template is None or len(template) > MAX_TEMPLATE_CHARACTERS:
-        return Names()
+        return TemplateNames()
     try:
         return _names(template)
     except template_pool.WorkerEnded:  # perhaps a pause of this machine: not for ever
-        return Names()
+        return TemplateNames()
 
 
 @lru_cache(maxsize=4)
-def _names(template: str) -> Names:
+def _names(template: str) -> TemplateNames:
     if lone_surrogate(template) is not None:
-        return Names()
-    found = template_pool.ask({"template": template}, 12 * MAX_TEMPLATE_CHARACTERS)
-    return Names(*map(frozenset, json.loads(found["text"]))) if "text" in found else Names()
+        return TemplateNames()
+    answer = template_pool.ask({"template": template}, 12 * MAX_TEMPLATE_CHARACTERS)
+    return (
+        TemplateNames(*map(frozenset, json.loads(answer["text"])))
+        if "text" in answer
+        else TemplateNames()
+    )
 
 
 def _variables(
@@ -115,12 +119,12 @@ def _render(template: str, variables: Mapping[str, Any], marks: _Marks | None) -
     }
     try:
         # A control character takes six bytes of JSON.
-        found = template_pool.ask(request, 6 * most + 10_000)
+        answer = template_pool.ask(request, 6 * most + 10_000)
     except template_pool.WorkerEnded as error:
         raise CheckpointError(f"the chat template is rejected: {error}") from None
-    if "text" in found:
-        return found["text"]
-    kind, reason = found["error"], found["reason"]
+    if "text" in answer:
+        return answer["text"]
+    kind, reason = answer["error"], answer["reason"]
     if marks is not None:
         reason = "".join(text for text, _ in marks.split(reason))
     error, said = _ERRORS[kind]
@@ -151,8 +155,8 @@ def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise RequestError(f"message {i} is {message!r:.60}, not a dict with role and content")
-        given = {k: v for k, v in message.items() if v is not None or k == "content"}
-        plain.append(_with_reasoning(_plain(given, f"message {i}")))
+        fields = {k: v for k, v in message.items() if v is not None or k == "content"}
+        plain.append(_with_reasoning(_plain(fields, f"message {i}")))
     return plain
 
 
@@ -356,11 +360,11 @@ _NONCE = "".join(secrets.choice("123456789") for _ in range(24))
 
 
 class _Marks:
-    """What stands for special tokens while a chat is rendered: only the template writes it.
+    """Placeholders for special tokens while a chat is rendered, which only the template can write.
 
     The worker puts a mark in the place of each special token's string that the template itself
     holds, and so nothing that comes out of messages, tools or their keys is special, however it
-    was joined or cut. Marks are digits that nobody can guess; upper case and JSON leave them alone.
+    was joined or cut. Marks are random digits; upper case and JSON leave them alone.
 
     Args:
         strings: the special tokens'.
@@ -396,7 +400,7 @@ class _Marks:
         return [*pieces, (text[at:], False)]
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """Where special tokens' strings are in a text."""
+        """Positions of special tokens' strings in a text."""
         return [match.span() for match in self._special.finditer(text)]
 
 

@@ -160,5 +160,5 @@ def _no_weights(folder: Path) -> CheckpointError:
             f"put those files next to it and convert them where torch is installed, with: {command}"
         )
     others = [name for name in names if name.endswith(".safetensors")]
-    found = f"only {', '.join(others[:3])}" if others else "none"
-    return CheckpointError(f"{folder} needs {WEIGHTS_FILE} or {INDEX_FILE}, but has {found}")
+    present = f"only {', '.join(others[:3])}" if others else "none"
+    return CheckpointError(f"{folder} needs {WEIGHTS_FILE} or {INDEX_FILE}, but has {present}")

@@ -56,10 +56,10 @@ DRAWN = ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """What a checkpoint recommends; None where it says nothing.
+    """Sampling defaults of a checkpoint; None where it has none.
 
     `do_sample` false or absent means greedy in transformers' `generate`. The fields here are what
-    the file says, whatever `do_sample` is: a caller who wants the reference's behaviour takes
+    the file says, whatever `do_sample` is: for the reference's behaviour take
     `greedy`.
 
     Attributes:
@@ -121,14 +121,14 @@ def read_generation_defaults(
         CheckpointError: a file is not a JSON object, or a value has the wrong type or range.
     """
     path, config = (Path(folder) / name for name in ("generation_config.json", "config.json"))
-    found = generation_defaults(read_json_object(path), path)
+    defaults = generation_defaults(read_json_object(path), path)
     raw = read_json_object(config)
     text = raw.get("text_config")
-    ends = list(found.eos_token_ids)
+    ends = list(defaults.eos_token_ids)
     for values in (raw, text if isinstance(text, dict) else {}):
         ends += _Fields(config, values).ids("eos_token_id")
     ends += [] if tokenizer_eos_id is None else [tokenizer_eos_id]
-    return replace(found, eos_token_ids=tuple(dict.fromkeys(ends)))
+    return replace(defaults, eos_token_ids=tuple(dict.fromkeys(ends)))
 
 
 def generation_defaults(values: Mapping[str, Any], where: Path) -> GenerationDefaults:
@@ -140,28 +140,28 @@ def generation_defaults(values: Mapping[str, Any], where: Path) -> GenerationDef
     Raises:
         CheckpointError: a value has the wrong type or range.
     """
-    given = _Fields(where, values)
-    ends = given.ids("eos_token_id")
-    bias = given.biases("sequence_bias")
+    fields = _Fields(where, values)
+    ends = fields.ids("eos_token_id")
+    bias = fields.biases("sequence_bias")
     # An end among the bad words would never come; transformers leaves it out, too.
-    bad = [id_ for id_ in given.words("bad_words_ids") if id_ not in ends]
-    banned = [*given.ids("suppress_tokens"), *bad, *(i for i in bias if bias[i] == -math.inf)]
+    bad = [id_ for id_ in fields.words("bad_words_ids") if id_ not in ends]
+    banned = [*fields.ids("suppress_tokens"), *bad, *(i for i in bias if bias[i] == -math.inf)]
     if len({*banned, *bias}) > MAX_LOGIT_BIAS:
-        given.not_computed.append(f"more than {MAX_LOGIT_BIAS} ids that are suppressed or biased")
+        fields.not_computed.append(f"more than {MAX_LOGIT_BIAS} ids that are suppressed or biased")
     return GenerationDefaults(
-        sampling=given.sampling(),
-        do_sample=given.flag("do_sample"),
+        sampling=fields.sampling(),
+        do_sample=fields.flag("do_sample"),
         eos_token_ids=ends,
-        bos_token_id=given.count("bos_token_id"),
-        pad_token_id=given.count("pad_token_id"),
-        max_new_tokens=given.count("max_new_tokens"),
-        min_new_tokens=given.count("min_new_tokens"),
-        max_length=given.count("max_length"),
-        min_length=given.count("min_length"),
-        stop=given.texts("stop_strings"),
+        bos_token_id=fields.count("bos_token_id"),
+        pad_token_id=fields.count("pad_token_id"),
+        max_new_tokens=fields.count("max_new_tokens"),
+        min_new_tokens=fields.count("min_new_tokens"),
+        max_length=fields.count("max_length"),
+        min_length=fields.count("min_length"),
+        stop=fields.texts("stop_strings"),
         banned_token_ids=tuple(dict.fromkeys(banned)),
         logit_bias={i: value for i, value in bias.items() if value != -math.inf},
-        rejected=given.rejected(),
+        rejected=fields.rejected(),
     )
 
 
@@ -181,13 +181,13 @@ class _Fields:
         return CheckpointError(f"{self.path}: {name} is {self.values[name]!r:.60}, not {wanted}.")
 
     def sampling(self) -> dict[str, float]:
-        found = {}
+        sampled = {}
         for name in OF_CHECKPOINT:
             kind = SAMPLING[name].checkpoint
             value = self.number(name, kind) if isinstance(kind, Number) else self.count(name)
             if value is not None:
-                found[name] = value
-        return found
+                sampled[name] = value
+        return sampled
 
     def number(self, name: str, kind: Number) -> float | None:
         value = self._value(name)
@@ -240,16 +240,16 @@ class _Fields:
         return [id_ for word in value or () for id_ in self._single(name, word)]
 
     def biases(self, name: str) -> dict[int, float]:
-        """What is added to the logits of single tokens; longer sequences are not computed."""
+        """Biases on the logits of single tokens; longer sequences are not supported."""
         value = self._value(name)
         if value is not None and not (isinstance(value, list) and all(map(_is_bias, value))):
             raise self._bad(name, "a list of pairs of token ids and a number")
-        found = {}
+        by_token = {}
         for word, bias in value or ():
-            found |= dict.fromkeys(self._single(name, word), float(bias))
+            by_token |= dict.fromkeys(self._single(name, word), float(bias))
             if bias != -math.inf and not -MAX_BIAS <= bias <= MAX_BIAS:
                 self.not_computed.append(f"{name} of {bias:g}")
-        return found
+        return by_token
 
     def _single(self, name: str, word: list[int]) -> list[int]:
         if len(word) == 1:
@@ -259,18 +259,18 @@ class _Fields:
 
     def rejected(self) -> str | None:
         """A sentence about the first key that is not computed; None where all are."""
-        found = list(self.not_computed)
+        reasons = list(self.not_computed)
         greedy = self.values.get("do_sample") is False
         for name, value in self.values.items():
             is_label = any(fnmatch.fnmatchcase(name, label) for label in LABELS)
             if name in self._read or is_label or value is None or value in OFF.get(name, ()):
                 continue
             if not (greedy and name in DRAWN):
-                found.append(f"{name!r:.80} = {value!r:.60}")
-        if not found:
+                reasons.append(f"{name!r:.80} = {value!r:.60}")
+        if not reasons:
             return None
         return (
-            f"{self.path} has {found[0]}, which rooflax does not compute; pass generation_config "
+            f"{self.path} has {reasons[0]}, which rooflax does not compute; pass generation_config "
             f"none to generate without the file's defaults."
         )
 

@@ -40,11 +40,11 @@ def shows_tools(
     Args:
         template: in place of the tokenizer's own.
     """
-    found = template if template is not None else tokenizer.chat_template
+    text = template if template is not None else tokenizer.chat_template
     if not tools:
-        return "tool_calls" in (found or "")
+        return "tool_calls" in (text or "")
     has_own = template is None and "tool_use" in tokenizer.chat_templates
-    return has_own or "tools" in names(found).variables
+    return has_own or "tools" in names(text).variables
 
 
 def as_text(
@@ -118,7 +118,7 @@ def encode_as_text(
 
 def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The same with calls as text of the assistant and results as text of the user."""
-    found: list[dict[str, Any]] = []
+    plain: list[dict[str, Any]] = []
     for message in messages:
         each = dict(message)
         calls = [_call(call) for call in each.pop("tool_calls", ())]
@@ -128,15 +128,15 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             content = json.dumps(content, ensure_ascii=False)
         if each.get("role") == "tool":
             result = f"<tool_response>\n{content}\n</tool_response>"
-            if found and found[-1].pop("results", False):
-                result = f"{found.pop()['content']}\n{result}"
+            if plain and plain[-1].pop("results", False):
+                result = f"{plain.pop()['content']}\n{result}"
             each = {"role": "user", "content": result, "results": True}
         elif calls:
             each["content"] = "\n".join(filter(None, (content, *calls)))
-        found.append(each)
-    for each in found:
+        plain.append(each)
+    for each in plain:
         each.pop("results", None)
-    return found
+    return plain
 
 
 def _call(call: Any) -> str:

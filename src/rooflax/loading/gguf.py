@@ -295,16 +295,16 @@ def gguf_in(folder: Path) -> Path | None:
     Raises:
         CheckpointError: there are several, or files of other kinds alone.
     """
-    found = sorted(path for path in folder.glob("*.gguf") if path.is_file())
-    names = list(model_files(path.name for path in found))
+    paths = sorted(path for path in folder.glob("*.gguf") if path.is_file())
+    names = list(model_files(path.name for path in paths))
     if len(names) > 1:
         names = [name for name in names if _is_model(folder / name)] or names
     if len(names) == 1:
         return folder / names[0]
-    if not found or (not names and (folder / "config.json").is_file()):
+    if not paths or (not names and (folder / "config.json").is_file()):
         return None
     if not names:
-        raise CheckpointError(f"{folder} has {found[0].name}, which is no model of its own.")
+        raise CheckpointError(f"{folder} has {paths[0].name}, which is no model of its own.")
     raise CheckpointError(
         f"{folder} holds {len(names)} models: {', '.join(names[:8])}{' ...' if names[8:] else ''}; "
         f"name one of them, as in {folder / names[0]}."
@@ -313,12 +313,12 @@ def gguf_in(folder: Path) -> Path | None:
 
 def model_files(names: Iterable[str]) -> dict[str, list[str]]:
     """GGUF files that may be models, each with the names of its parts, by that of the first."""
-    found: dict[str, list[str]] = {}
+    by_first: dict[str, list[str]] = {}
     for name in sorted(names):
         beside = any(kind in name.lower().rpartition("/")[2] for kind in ("mmproj", "imatrix"))
         if name.endswith(".gguf") and not beside:
-            found.setdefault(first_part(name), []).append(name)
-    return found
+            by_first.setdefault(first_part(name), []).append(name)
+    return by_first
 
 
 def _is_model(path: Path) -> bool:
@@ -397,15 +397,15 @@ class _Cursor:
         return float(str(np.float32(value))) if kind == 6 else value
 
     def _strings(self, count: int) -> list[str]:
-        found, data, size = [], self.data, len(self.data)
+        strings, data, size = [], self.data, len(self.data)
         unpack = struct.Struct("<Q").unpack_from
         for _ in range(count):
             begin = self._take(8) + 8
             (length,) = unpack(data, begin - 8)
             if length > size - begin:
                 raise _bad(self.path, f"a string at {begin} claims {length} bytes")
-            found.append(self._text(self._take(length), length))
-        return found
+            strings.append(self._text(self._take(length), length))
+        return strings
 
 
 def _bad(path: Path, reason: str) -> CheckpointError:

@@ -22,14 +22,14 @@ from rooflax.ops.weights.blocks import Block
 from rooflax.ops.weights.formats import Int8Groups
 
 
-def _readers(*, own: bool) -> dict[str, str]:
-    """The formats that hold a type's numbers exactly; `own` ones are of `ops.weights.blocks`."""
-    found = (cls for cls in CODES.values() if issubclass(cls, Block) == own)
-    return {kind: name for cls in found for kind, name in cls.blocks.items()}
+def _readers(*, is_native: bool) -> dict[str, str]:
+    """The formats that hold a type exactly; `is_native` ones are of `ops.weights.blocks`."""
+    classes = (cls for cls in CODES.values() if issubclass(cls, Block) == is_native)
+    return {kind: name for cls in classes for kind, name in cls.blocks.items()}
 
 
-_EVERYWHERE = _readers(own=False)
-_READERS = _EVERYWHERE | _readers(own=True)
+_EVERYWHERE = _readers(is_native=False)
+_READERS = _EVERYWHERE | _readers(is_native=True)
 
 ROUNDED = "w8a16-g32"
 """The weight format of block types that no kernel reads, off the CPU."""
@@ -54,9 +54,9 @@ def format_for(kinds: Set[str], *, moved: bool = False) -> str | None:
     on_cpu = accelerator.platform() == "cpu"
     rounded = ROUNDED_ON_CPU if on_cpu else ROUNDED
     for table in (_READERS if on_cpu and not moved else _EVERYWHERE, _EVERYWHERE):
-        found = {table.get(kind, rounded) for kind in kinds}
-        if len(found) == 1:
-            return found.pop()
+        formats = {table.get(kind, rounded) for kind in kinds}
+        if len(formats) == 1:
+            return formats.pop()
     return rounded
 
 

@@ -1,4 +1,4 @@
-"""From a GGUF file's metadata to the config.json that it stands for, and to generation defaults.
+"""Reads a GGUF file's metadata as config.json and generation defaults.
 
 The families declare their keys (`GGUFSpec`). What comes out goes through their own config readers,
 which know what can be computed.
@@ -44,7 +44,7 @@ def read_gguf_config(
         ignore: further keys (or patterns) to pass over.
 
     Raises:
-        UnsupportedModelError: an architecture or value that we do not compute, a key nobody reads.
+        UnsupportedModelError: an architecture or value that we do not compute, an unread key.
         CheckpointError: a key is missing or has an impossible value.
     """
     reader = _reader(file)
@@ -78,31 +78,31 @@ def _reader(file: Header) -> MetadataReader:
 
 
 def end_texts(control: Sequence[str]) -> list[str]:
-    """Those of a vocabulary's control tokens that end an answer, whatever else the file names."""
+    """Control tokens of a vocabulary that end an answer, whatever else the file names."""
     left_out = {ENDS_A_MESSAGE} if "<|return|>" in control else set()
     return [text for text in END_TEXTS if text in control and text not in left_out]
 
 
 def _end_tokens(file: Header) -> dict[str, Any]:
     """`eos_token_id` and `bos_token_id`: what the file names, and control tokens known to end."""
-    found = dict(file.metadata)
-    ends = [found.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    tokens, types = found.get("tokenizer.ggml.tokens"), found.get("tokenizer.ggml.token_type")
+    metadata = dict(file.metadata)
+    ends = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
     if isinstance(tokens, list) and isinstance(types, np.ndarray) and len(types) == len(tokens):
         control = [tokens[i] for i in np.flatnonzero((types == 3) | (types == 4))]
         ends += [tokens.index(text) for text in end_texts(control)]
-    bos = found.get("tokenizer.ggml.bos_token_id")
+    bos = metadata.get("tokenizer.ggml.bos_token_id")
     ids = list(dict.fromkeys(i for i in ends if type(i) is int))
     return {"eos_token_id": ids, "bos_token_id": bos if type(bos) is int else None}
 
 
 def gguf_generation_defaults(file: Header) -> GenerationDefaults:
-    """What a file recommends for generation, and the ids that end a sequence.
+    """Generation defaults of a file, and the ids that end a sequence.
 
     Raises:
         CheckpointError: a value has the wrong type or range.
     """
-    found = {hf: file.metadata.get(f"general.sampling.{key}") for key, hf in SAMPLING_KEYS.items()}
-    found["do_sample"] = True if is_positive(found["temperature"]) else None
-    found["pad_token_id"] = file.metadata.get("tokenizer.ggml.padding_token_id")
-    return generation_defaults(found | _end_tokens(file), file.path)
+    values = {hf: file.metadata.get(f"general.sampling.{key}") for key, hf in SAMPLING_KEYS.items()}
+    values["do_sample"] = True if is_positive(values["temperature"]) else None
+    values["pad_token_id"] = file.metadata.get("tokenizer.ggml.padding_token_id")
+    return generation_defaults(values | _end_tokens(file), file.path)

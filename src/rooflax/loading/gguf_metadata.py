@@ -1,4 +1,4 @@
-"""From a model to the metadata of a GGUF file: what `gguf_config` reads, the other way round.
+"""Writes a model's GGUF metadata, the inverse of `gguf_config`.
 
 The families declare the keys (`GGUFSpec`). What a file cannot say is found by reading the metadata
 back: the architecture that llama.cpp would compute must be the model's own, or the key of
@@ -47,7 +47,7 @@ CLOSE = 1e-6
 
 
 class HeaderOnly:
-    """What `gguf_config` asks of a file, of one that is not written yet.
+    """File of which only the header exists, as `gguf_config` reads it.
 
     Args:
         path: for errors.
@@ -119,49 +119,49 @@ def _positions(spec: GGUFSpec, config: Decoder) -> Metadata:
     if config.learned_positions:
         return {}
     size = _head_dim(config)
-    found: Metadata = {"attention.key_length": size, "attention.value_length": size}
+    keys: Metadata = {"attention.key_length": size, "attention.value_length": size}
     if not config.ropes:
-        return found | {"rope.scaling.finetuned": False, "rope.dimension_count": size}
+        return keys | {"rope.scaling.finetuned": False, "rope.dimension_count": size}
     rope = full_rope(config)
-    found |= {"rope.freq_base": rope.theta, "rope.dimension_count": rope.dim or size}
+    keys |= {"rope.freq_base": rope.theta, "rope.dimension_count": rope.dim or size}
     scaling = rope.scaling
     if scaling is None or scaling.kind in DIVIDED:
-        return found
-    found["rope.scaling.type"] = scaling.kind
+        return keys
+    keys["rope.scaling.type"] = scaling.kind
     if scaling.kind == "longrope":
-        return found | {
+        return keys | {
             "rope.scaling.original_context_length": scaling.original_max_position,
             "rope.scaling.attn_factor": scaling.attention_factor,
         }
-    found["rope.scaling.factor"] = scaling.factor
+    keys["rope.scaling.factor"] = scaling.factor
     if scaling.kind == "linear":
-        return found
+        return keys
     hf = scaling.to_hf()
-    found |= {f"rope.scaling.{key}": hf[name] for key, name in YARN.items()}
+    keys |= {f"rope.scaling.{key}": hf[name] for key, name in YARN.items()}
     if isinstance(config.attention, LatentAttention):
-        del found["rope.scaling.yarn_attn_factor"]
-        return found | {"rope.scaling.yarn_log_multiplier": 0.1 * config.attention.mscale}
+        del keys["rope.scaling.yarn_attn_factor"]
+        return keys | {"rope.scaling.yarn_log_multiplier": 0.1 * config.attention.mscale}
     if spec.scales_queries:  # its logarithm's factor cancels llama.cpp's own
-        return found | {
+        return keys | {
             "rope.scaling.yarn_log_multiplier": 1.0,
             "attention.temperature_scale": rope.query_beta,
         }
-    own = 1 + 0.1 * math.log(scaling.factor)
-    if math.isclose(scaling.attention_factor, own, rel_tol=CLOSE):
-        del found["rope.scaling.yarn_attn_factor"]
+    default_factor = 1 + 0.1 * math.log(scaling.factor)
+    if math.isclose(scaling.attention_factor, default_factor, rel_tol=CLOSE):
+        del keys["rope.scaling.yarn_attn_factor"]
     else:
-        found["rope.scaling.attn_factor"] = scaling.attention_factor / own
-    return found
+        keys["rope.scaling.attn_factor"] = scaling.attention_factor / default_factor
+    return keys
 
 
 def _head_dim(config: Decoder) -> int:
-    """That of layers without a window, where there are some."""
+    """Head size of layers without a window, if there are some, else of all."""
     sizes = {attention.window is None: attention.head_dim for attention in config.attentions}
     return sizes.get(True, config.head_dim)
 
 
 def _layers(spec: GGUFSpec, config: Decoder, raw: Mapping[str, Any]) -> Metadata:
-    """What differs by layer, and what llama.cpp wants of a family beside the common keys."""
+    """Keys that differ by layer, and further keys that llama.cpp wants of a family."""
     values: Metadata = {}
     windows = [layer.attention.window for layer in config.layers]
     if spec.ignores_window:
@@ -192,11 +192,11 @@ def rope_tensors(config: Decoder) -> dict[str, np.ndarray]:
 
 
 def sampling_metadata(defaults: GenerationDefaults) -> Metadata:
-    """What the checkpoint recommends for generation."""
+    """Metadata of the checkpoint's generation defaults."""
     if not defaults.do_sample:
         return {}
-    found = {key: defaults.sampling.get(hf) for key, hf in SAMPLING_KEYS.items()}
-    floats = {k: v if k == "top_k" else float(v) for k, v in found.items() if v is not None}
+    values = {key: defaults.sampling.get(hf) for key, hf in SAMPLING_KEYS.items()}
+    floats = {k: v if k == "top_k" else float(v) for k, v in values.items() if v is not None}
     return {f"general.sampling.{key}": value for key, value in floats.items()}
 
 
@@ -209,12 +209,12 @@ def check_metadata(header: HeaderOnly, name: str, config: Decoder) -> None:
     if reason := _not_computed(gguf_families()[name], config, header.names()):
         raise UnsupportedModelError(f"llama.cpp computes no {name} {reason}.")
     try:
-        _, found, _ = read_gguf_config(header)
+        _, reread, _ = read_gguf_config(header)
     except RooflaxError as error:
         raise UnsupportedModelError(
             f"no GGUF file can say what this model is: {str(error).removeprefix(f'{header.path}')}"
         ) from error
-    wanted, written = (family(name).config_to_hf(each) for each in (config, found))
+    wanted, written = (family(name).config_to_hf(each) for each in (config, reread))
     for key in wanted:
         if not _same(wanted[key], written.get(key)):
             raise UnsupportedModelError(
@@ -224,7 +224,7 @@ def check_metadata(header: HeaderOnly, name: str, config: Decoder) -> None:
 
 
 def _not_computed(spec: GGUFSpec, config: Decoder, tensors: Sequence[str]) -> str | None:
-    """What llama.cpp, which opens the other models of a family, has not in this one."""
+    """Reasons why llama.cpp does not compute this model, though it opens others of the family."""
     ends = {tensor.partition(".")[2].partition(".")[2] for tensor in tensors}
     biases = {"ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"}
     if spec.square and config.num_heads * config.head_dim != config.hidden_size:
@@ -243,20 +243,20 @@ def _not_computed(spec: GGUFSpec, config: Decoder, tensors: Sequence[str]) -> st
 
 def otherwise(name: str, config: Decoder) -> list[str]:
     """A sentence for each thing that llama.cpp computes otherwise in every file of a family."""
-    found, rope = [], full_rope(config) if config.ropes else None
+    notes, rope = [], full_rope(config) if config.ropes else None
     window = config.attention.window
     if gguf_families()[name].ignores_window and window is not None:
-        found.append(f"llama.cpp attends to all tokens, and the model to the last {window}")
+        notes.append(f"llama.cpp attends to all tokens, and the model to the last {window}")
     part, eps = config.attention, config.norm.eps
     if isinstance(part, LatentAttention) and eps != EPS:
-        found.append(f"llama.cpp has {eps:g} in the norms of latents, too, and the model {EPS:g}")
+        notes.append(f"llama.cpp has {eps:g} in the norms of latents, too, and the model {EPS:g}")
     if config.moe and config.moe.groups > 1 and not config.moe.biased:
-        found.append("llama.cpp chooses groups by their best two experts, and the model by one")
+        notes.append("llama.cpp chooses groups by their best two experts, and the model by one")
     if rope and rope.scaling and rope.scaling.kind == "yarn" and not rope.scaling.truncate:
-        found.append(
+        notes.append(
             "llama.cpp rounds the band of YaRN to whole dimensions, and the model does not"
         )
-    return found
+    return notes
 
 
 def _same(a: Any, b: Any) -> bool:

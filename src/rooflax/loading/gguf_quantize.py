@@ -67,8 +67,8 @@ def quantize_blocks(array: np.ndarray, kind: str) -> np.ndarray:
     chunks = [flat[begin : begin + each] for begin in range(0, len(flat), each)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         made = _signed_blocks if kind == "Q6_K" else partial(_affine_blocks, kind=kind)
-        found = list(pool.map(made, chunks))
-    return np.concatenate(found).reshape(*array.shape[:-1], -1)
+        blocks = list(pool.map(made, chunks))
+    return np.concatenate(blocks).reshape(*array.shape[:-1], -1)
 
 
 def _affine_blocks(blocks: np.ndarray, kind: str) -> np.ndarray:
@@ -77,16 +77,16 @@ def _affine_blocks(blocks: np.ndarray, kind: str) -> np.ndarray:
     with np.errstate(all="ignore"):
         x = np.ascontiguousarray(blocks.reshape(-1, 32).T)
         scales, minimums = (a.reshape(-1, 8) for a in _searched_affine(x, levels, first, steps))
-        shared, own = zip(*(_six_bits(a) for a in (scales, minimums)), strict=True)
+        shared, sixes = zip(*(_six_bits(a) for a in (scales, minimums)), strict=True)
         broken = ~np.isfinite(blocks).all(axis=1)
         halves = np.stack([np.where(broken, np.float16(np.nan), half) for half in shared], axis=1)
         d, m = (
             half.astype(np.float32)[:, None] * six.astype(np.float32)
-            for half, six in zip(halves.T, own, strict=True)
+            for half, six in zip(halves.T, sixes, strict=True)
         )
         q = (blocks.reshape(-1, 8, 32) + m[..., None]) / np.where(d == 0, np.inf, d)[..., None]
         codes = np.nan_to_num(np.clip(np.rint(q), 0, levels)).astype(np.uint8)
-    parts = [halves.view(np.uint8), _six_bit_bytes(*own)]
+    parts = [halves.view(np.uint8), _six_bit_bytes(*sixes)]
     if levels > 15:
         fifth = codes >> 4 << np.arange(8, dtype=np.uint8)[:, None]
         parts.append(np.bitwise_or.reduce(fifth, axis=1))
@@ -129,9 +129,9 @@ def _searched_affine(
         above_zero = new_low > 0
         new_scale = np.where(above_zero, sum_qx / sum_qq, new_scale)
         new_low = np.where(above_zero, np.float32(0), new_low)
-        found = error(new_scale, new_low)
-        better = (determinant > 0) & (found < best)
-        best = np.where(better, found, best)
+        new_error = error(new_scale, new_low)
+        better = (determinant > 0) & (new_error < best)
+        best = np.where(better, new_error, best)
         scale, least = np.where(better, new_scale, scale), np.where(better, new_low, least)
     return np.where(differ, scale, 0), -least
 
@@ -160,8 +160,8 @@ def _signed_blocks(blocks: np.ndarray) -> np.ndarray:
         inverse = np.where(np.abs(largest) < _TINY, 0, np.float32(-128) / largest)
         d = np.where(inverse == 0, 0, 1 / inverse).astype(np.float16)
         d[~np.isfinite(blocks).all(axis=1)] = np.nan
-        own = np.nan_to_num(np.minimum(np.rint(inverse * scales), 127)).astype(np.int8)
-        step = d.astype(np.float32) * own
+        levels = np.nan_to_num(np.minimum(np.rint(inverse * scales), 127)).astype(np.int8)
+        step = d.astype(np.float32) * levels
         q = blocks.reshape(-1, 16, 16) / np.where(step == 0, np.inf, step)[..., None]
         q = np.nan_to_num(np.clip(np.rint(q), -32, 31)).astype(np.int8)
     codes = (q + np.int8(32)).view(np.uint8).reshape(-1, 2, 4, 32)
@@ -169,7 +169,7 @@ def _signed_blocks(blocks: np.ndarray) -> np.ndarray:
     parts = [
         low[:, :, :2] | low[:, :, 2:] << 4,
         np.bitwise_or.reduce(high << np.array([0, 2, 4, 6], np.uint8)[:, None], axis=2),
-        own.view(np.uint8),
+        levels.view(np.uint8),
         d.view(np.uint8),
     ]
     return np.concatenate([part.reshape(len(blocks), -1) for part in parts], axis=1)

@@ -1,7 +1,7 @@
 """Writing a model as a GGUF file that llama.cpp opens.
 
 Matrices get the type that was asked for, as llama.cpp's own quantizer would make it; norms, biases
-and the small ones that it wants so stay float32. The file appears whole or not at all.
+and small ones that it requires in float32 stay so. The file appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from rooflax.nn.weights import Slot
 FILE_TYPES = {"F32": 0, "BF16": 32, "Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15, "Q6_K": 18}
 """Types of matrices to llama.cpp's numbers of such files."""
 FLOAT32 = ("ffn_gate_inp.", "ffn_gate_inp_shexp.", "ssm_conv1d.", "shortconv.conv.")
-"""Matrices that llama.cpp wants in float32."""
+"""Matrices that llama.cpp requires in float32."""
 LARGEST = {
     "Q8_0": 8_319_008, "Q4_0": 524_032, "Q5_0": 1_048_064, "Q5_1": 65_504, "Q4_K": 4_126_752,
     "Q5_K": 4_126_752, "Q6_K": 259_921_872,
@@ -102,8 +102,8 @@ def save_gguf(
         writer.write_ti_data_to_file()
         written = _written(info, check)
         for name, tensor in tensors.items():
-            found, array = next(written)
-            assert (found, array.shape) == (name, tensor.shape)
+            written_name, array = next(written)
+            assert (written_name, array.shape) == (name, tensor.shape)
             _check_range(info.name, name, array, tensor.dtype)
             writer.write_tensor_data(_encoded(array, tensor.dtype))
         writer.close()
@@ -174,7 +174,7 @@ def _dense(info: ModelInfo) -> dict[str, np.ndarray]:
 
 def _tensors(name: str, config: Decoder, kind: str) -> dict[str, TensorInfo]:
     """Every tensor of the file, in its order."""
-    found = {
+    infos = {
         name: TensorInfo("F32", array.shape, array.nbytes)
         for name, array in rope_tensors(config).items()
     }
@@ -182,8 +182,8 @@ def _tensors(name: str, config: Decoder, kind: str) -> dict[str, TensorInfo]:
     for slot in config.slots():
         shapes = slot.line.hf_shapes(config.axis_sizes)
         for stored, shape in _stored_shapes(slot, shapes, entries).items():
-            found[stored] = _tensor_info(slot, config, stored, shape, kind)
-    return found
+            infos[stored] = _tensor_info(slot, config, stored, shape, kind)
+    return infos
 
 
 def _entry(entries: Mapping[str, Entry], name: str) -> Entry:
@@ -195,18 +195,18 @@ def _entry(entries: Mapping[str, Entry], name: str) -> Entry:
 def _stored_shapes(
     slot: Slot, shapes: list[Shape], entries: Mapping[str, Entry]
 ) -> dict[str, Shape]:
-    found: dict[str, Shape] = {}
+    by_name: dict[str, Shape] = {}
     count: dict[str, int] = {}
     for hf, shape in zip(slot.hf_names, shapes, strict=True):
         entry = _entry(entries, hf)
         parts = entry.change.stored_shapes(shape)
-        own = stored_names(slot, entry)
+        stored_of_slot = stored_names(slot, entry)
         for stored, part in zip(entry.stored, parts, strict=True):
-            if stored not in own:
+            if stored not in stored_of_slot:
                 continue
             count[stored] = count.get(stored, 0) + 1
-            found[stored] = part if entry.expert is None else (count[stored], *part)
-    return found
+            by_name[stored] = part if entry.expert is None else (count[stored], *part)
+    return by_name
 
 
 def _tensor_info(slot: Slot, config: Decoder, name: str, shape: Shape, kind: str) -> TensorInfo:
@@ -245,9 +245,9 @@ def _written(info: ModelInfo, check: bool) -> Iterator[tuple[str, np.ndarray]]:
     name = family(info.family).config_to_hf(config)["model_type"]
     entries = tensor_entries(name, config)
     reader = info.reader(STORAGE, check=check)
-    own = {slot.name: slot for slot in config.slots()}  # the checkpoint may have it elsewhere
+    by_name = {slot.name: slot for slot in config.slots()}  # the checkpoint may have it elsewhere
     for placed, array in reader.leaves(reader.slots):
-        slot = own[placed.name]
+        slot = by_name[placed.name]
         tensors = slot.line.split(np.asarray(array), config.axis_sizes)
         yield from _stored(slot, tensors, entries).items()
     yield from _dense(info).items()
@@ -256,18 +256,18 @@ def _written(info: ModelInfo, check: bool) -> Iterator[tuple[str, np.ndarray]]:
 def _stored(
     slot: Slot, tensors: list[np.ndarray], entries: Mapping[str, Entry]
 ) -> dict[str, np.ndarray]:
-    found: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     for hf, tensor in zip(slot.hf_names, tensors, strict=True):
         entry = _entry(entries, hf)
-        own = stored_names(slot, entry)
+        stored_of_slot = stored_names(slot, entry)
         for stored, part in zip(entry.stored, entry.change.undo(tensor), strict=True):
-            if stored not in own:
+            if stored not in stored_of_slot:
                 continue
             if entry.expert is None:
-                found[stored] = part
+                arrays[stored] = part
             else:
-                found.setdefault(stored, []).append(part)
-    return {k: np.stack(v) if isinstance(v, list) else v for k, v in found.items()}
+                arrays.setdefault(stored, []).append(part)
+    return {k: np.stack(v) if isinstance(v, list) else v for k, v in arrays.items()}
 
 
 def _check_range(model: str, name: str, array: np.ndarray, kind: str) -> None:

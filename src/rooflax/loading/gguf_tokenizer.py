@@ -93,7 +93,7 @@ _DEEPSEEK3 = (r"\p{N}{1,3}", _CJK, _DEEPSEEK3_WORDS)
 
 @dataclass(frozen=True)
 class Cut:
-    """How text is cut before the merges.
+    """Pre-tokenization: how text is split before the merges.
 
     Attributes:
         patterns: of the pieces, one after the other; GPT-2's own where there is none.
@@ -252,7 +252,7 @@ class _Vocabulary:
         return merged if in_order else dict(self.ids)
 
     def special_tokens(self) -> dict[str, str]:
-        found = {}
+        by_name = {}
         customary = _SENTENCEPIECE_IDS if self.get("model", str, "") == "llama" else {}
         for name, key in SPECIAL_IDS.items():
             token_id = self.get(key, int, customary.get(name))
@@ -261,8 +261,8 @@ class _Vocabulary:
             if not 0 <= token_id < len(self.tokens):
                 raise self.bad(f"has {key} = {token_id}, but {len(self.tokens)} tokens")
             if self.tokens[token_id] in self.ids:
-                found[name] = self.tokens[token_id]
-        return found
+                by_name[name] = self.tokens[token_id]
+        return by_name
 
 
 def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
@@ -335,7 +335,7 @@ def _merges_from_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
         raise vocabulary.bad(f"has a piece of more than {MAX_PIECE} characters")
     if not np.isfinite(scores).all():
         raise vocabulary.bad("has scores that are not finite")
-    found = []
+    merges = []
     for i in sorted(pieces, key=lambda i: (-scores[i], i)):
         piece = vocabulary.tokens[i]
         ways = [
@@ -343,18 +343,18 @@ def _merges_from_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
             for at in range(1, len(piece))
             if (left := piece[:at]) in ids and (right := piece[at:]) in ids
         ]
-        found += sorted(ways, key=lambda way: (ids[way[0]], ids[way[1]])) if ways[1:] else ways
-    return found
+        merges += sorted(ways, key=lambda way: (ids[way[0]], ids[way[1]])) if ways[1:] else ways
+    return merges
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
     control = set(vocabulary.of(CONTROL, UNKNOWN))
-    found = {i: vocabulary.tokens[i] for i in sorted(control | set(vocabulary.of(USER_DEFINED)))}
+    texts = {i: vocabulary.tokens[i] for i in sorted(control | set(vocabulary.of(USER_DEFINED)))}
     # All at once: each call builds the search for added tokens anew.
     backend.add_tokens(
-        [AddedToken(text, special=i in control, normalized=False) for i, text in found.items()]
+        [AddedToken(text, special=i in control, normalized=False) for i, text in texts.items()]
     )
-    for i, text in found.items():
+    for i, text in texts.items():
         if backend.token_to_id(text) != i:
             raise vocabulary.bad(f"cannot give the token {text[:40]!r} its id, {i}")
 
@@ -381,10 +381,10 @@ def _surround(
 
 
 def _chat_templates(file: Header) -> dict[str, str]:
-    found = {"default": file.metadata.get("tokenizer.chat_template")}
+    every = {"default": file.metadata.get("tokenizer.chat_template")}
     prefix = "tokenizer.chat_template."
-    found |= {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
-    for name, template in found.items():
+    every |= {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
+    for name, template in every.items():
         if template is not None and not isinstance(template, str):
             raise CheckpointError(f"{file.path}: the chat template {name!r} is not a string.")
-    return {name: template for name, template in found.items() if template is not None}
+    return {name: template for name, template in every.items() if template is not None}

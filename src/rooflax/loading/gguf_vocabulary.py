@@ -1,4 +1,4 @@
-"""From a tokenizer to a GGUF file's metadata: what `gguf_tokenizer` reads, the other way round.
+"""Writes a tokenizer's GGUF metadata, the inverse of `gguf_tokenizer`.
 
 Byte-level BPE keeps its merges and the name of its pre-tokenizer; SentencePiece's BPE becomes
 scores, by the order of its merges. What is written is read back, and must cut and merge as the
@@ -58,31 +58,31 @@ def vocabulary_metadata(
         raise _unsupported(f"its model is {model.get('type')!r}; only BPE is written.")
     if not model["merges"]:
         raise _unsupported("its model has no merges.")
-    found, notes = _sentencepiece(parts) if model.get("byte_fallback") else _byte_level(parts)
+    metadata, notes = _sentencepiece(parts) if model.get("byte_fallback") else _byte_level(parts)
     tokens, types = _tokens(parts, rows)
     if tokenizer.vocab_size > rows:
         notes.append(f"the file has no tokens from {rows} on, for which the embedding has no rows")
-    found |= {"tokens": tokens, "token_type": types}
-    if lists_merges and found.get("add_space_prefix") is False:
+    metadata |= {"tokens": tokens, "token_type": types}
+    if lists_merges and metadata.get("add_space_prefix") is False:
         _check_newlines(model["merges"])
         shown = {i: USER_DEFINED for i, text in enumerate(tokens) if text in SHOWN}
         kinds = [shown.get(i, kind) for i, kind in enumerate(types)]
-        found |= {"model": LISTED, "pre": LISTED, "token_type": kinds}
-    if found["model"] == "llama":
-        found["scores"] = _scores(model["merges"], tokens)
+        metadata |= {"model": LISTED, "pre": LISTED, "token_type": kinds}
+    if metadata["model"] == "llama":
+        metadata["scores"] = _scores(model["merges"], tokens)
     else:
-        found["merges"] = [" ".join(pair) for pair in model["merges"]]
-    found |= _special_ids(tokenizer, end_ids, tokens, types)
-    found = {PREFIX + key: value for key, value in found.items()}
+        metadata["merges"] = [" ".join(pair) for pair in model["merges"]]
+    metadata |= _special_ids(tokenizer, end_ids, tokens, types)
+    metadata = {PREFIX + key: value for key, value in metadata.items()}
     for name, template in tokenizer.chat_templates.items():
         key = "tokenizer.chat_template"
-        found[key if name == "default" else f"{key}.{name}"] = template
-    if found[f"{PREFIX}model"] == LISTED and not found[f"{PREFIX}add_bos_token"]:
+        metadata[key if name == "default" else f"{key}.{name}"] = template
+    if metadata[f"{PREFIX}model"] == LISTED and not metadata[f"{PREFIX}add_bos_token"]:
         notes.append("llama.cpp puts BOS before every text, and the tokenizer does not")
     named = [name for name in tokenizer.chat_templates if name != "default"]
-    found |= {"tokenizer.chat_templates": named} if named else {}
-    _check(found, parts)
-    return found, notes + _strip_notes(parts)
+    metadata |= {"tokenizer.chat_templates": named} if named else {}
+    _check(metadata, parts)
+    return metadata, notes + _strip_notes(parts)
 
 
 def _unsupported(reason: str) -> UnsupportedModelError:
@@ -119,7 +119,7 @@ def _steps(part: Any, key: str) -> list[dict[str, Any]]:
 
 
 def _cut(parts: Mapping[str, Any]) -> Cut | None:
-    """How a byte-level tokenizer cuts; None for a way that has no name here."""
+    """Name of a byte-level tokenizer's pre-tokenization; None if it has none here."""
     normal = _steps(parts["normalizer"], "normalizers")
     *steps, last = _steps(parts["pre_tokenizer"], "pretokenizers") or [{"type": None}]
     single = {"type": "Digits", "individual_digits": True}
@@ -211,34 +211,34 @@ def _special_ids(
     tokenizer: Tokenizer, end_ids: Sequence[int], tokens: Sequence[str], types: Sequence[int]
 ) -> Metadata:
     """Ids of special tokens, and which stand around a text."""
-    found: Metadata = {}
+    metadata: Metadata = {}
     for name, key in SPECIAL_IDS.items():
         token_id = tokenizer.token_to_id(tokenizer.special_tokens.get(name, ""))
         if token_id is not None and token_id < len(tokens):
-            found[key] = token_id
+            metadata[key] = token_id
     before, after = _around(tokenizer)
     for ids, key in ((before, "bos_token_id"), (after, "eos_token_id")):
-        if len(ids) > 1 or (ids and found.setdefault(key, ids[0]) != ids[0]):
+        if len(ids) > 1 or (ids and metadata.setdefault(key, ids[0]) != ids[0]):
             shown = " ".join(tokenizer.id_to_token(i) or str(i) for i in (*before, *after))
             raise _unsupported(
                 f"it puts {shown} around a text, and llama.cpp puts BOS before it and EOS after it."
             )
-    found |= {"add_bos_token": bool(before), "add_eos_token": bool(after)}
+    metadata |= {"add_bos_token": bool(before), "add_eos_token": bool(after)}
     end_ids = [i for i in end_ids if i < len(tokens)]
-    if end_ids and found.get("eos_token_id") not in end_ids and not after:
-        found["eos_token_id"] = end_ids[0]
+    if end_ids and metadata.get("eos_token_id") not in end_ids and not after:
+        metadata["eos_token_id"] = end_ids[0]
     control = [text for text, kind in zip(tokens, types, strict=True) if kind == CONTROL]
-    known = {found.get("eos_token_id"), *(tokens.index(text) for text in end_texts(control))}
+    known = {metadata.get("eos_token_id"), *(tokens.index(text) for text in end_texts(control))}
     others = [i for i in end_ids if i not in known]
     for key, token_id in zip(("eot_token_id", "eom_token_id"), others, strict=False):
-        found[key] = token_id
+        metadata[key] = token_id
     if len(others) > 2:
         raise _unsupported(f"{len(end_ids)} ids end a sequence, of which it can name three.")
-    return found
+    return metadata
 
 
 def _around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before a text and after it."""
+    """Tokens that the tokenizer adds before and after a text."""
     with_all, plain = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
     extra = len(with_all) - len(plain)
     start = next(i for i in range(extra + 1) if with_all[i : i + len(plain)] == plain)
@@ -247,10 +247,10 @@ def _around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 def _strip_notes(parts: Mapping[str, Any]) -> list[str]:
     flags = ("lstrip", "rstrip", "single_word")
-    found = [t["content"] for t in parts["added_tokens"] if any(t.get(flag) for flag in flags)]
-    if not found:
+    stripped = [t["content"] for t in parts["added_tokens"] if any(t.get(flag) for flag in flags)]
+    if not stripped:
         return []
-    shown = f"{', '.join(found[:3])}{' ...' if found[3:] else ''}"
+    shown = f"{', '.join(stripped[:3])}{' ...' if stripped[3:] else ''}"
     return [f"llama.cpp keeps spaces beside {shown}, where the tokenizer drops them"]
 
 

@@ -205,9 +205,9 @@ class GGUFWeights:
                 and len(kinds) == 1
                 and kinds <= class_of(part.format).blocks.keys()
             ):
-                found = pack_blocks(part.format, min(kinds), rows, *shapes, put)
-                if found is not None:
-                    return found
+                fused = pack_blocks(part.format, min(kinds), rows, *shapes, put)
+                if fused is not None:
+                    return fused
             return pack(part.format, *self._codes(slot, part), *shapes, put)
 
         parts = self._parts_of(slot)
@@ -218,7 +218,7 @@ class GGUFWeights:
         return parts_of(slot.line.layout, self.formats[slot.name], out_shape)
 
     def _rows(self, slot: Slot, part: Part) -> np.ndarray | None:
-        """Where each output's blocks lie in the mapped file, [*experts, out].
+        """Addresses of each output's blocks in the mapped file, [*experts, out].
 
         None where the inputs are in another order here.
         """
@@ -240,8 +240,8 @@ class GGUFWeights:
         format, names = part.format, self._parts(slot)[part.tensors]
         parts = [(self.file.info(name).dtype, self.file.read(name)) for name in names]
         if slot.line.num_stacked:  # experts: gate's outputs, then up's, as they lie here
-            found = [codes_and_scales(kind, blocks[experts], format) for kind, blocks in parts]
-            codes, scales = zip(*found, strict=True)
+            pairs = [codes_and_scales(kind, blocks[experts], format) for kind, blocks in parts]
+            codes, scales = zip(*pairs, strict=True)
             return np.concatenate(codes, 1), np.concatenate(scales, 1)
         codes, scales = zip(*(codes_and_scales(*part, format) for part in parts), strict=True)
         if (inputs := self._change(slot.hf_names[0]).inputs()) is not None:
@@ -258,7 +258,7 @@ class GGUFWeights:
         return list(dict.fromkeys(names))  # those of experts are one stack
 
     def _order(self, slot: Slot, part: Part) -> np.ndarray:
-        """Which stored row of its tensors each of a part's outputs is."""
+        """Stored row of each of a part's outputs."""
         numbers, begin = [], 0
         for name in slot.hf_names:
             ids = []
@@ -276,12 +276,12 @@ class GGUFWeights:
 
 
 def _addresses(blocks: np.ndarray) -> np.ndarray:
-    """Of rows [*experts, rows, blocks, bytes], each of which lies together."""
+    """Addresses of rows [*experts, rows, blocks, bytes], each contiguous."""
     assert blocks.strides[-2:] == (blocks.shape[-1], 1)
-    found = np.uint64(blocks.ctypes.data)
+    start = np.uint64(blocks.ctypes.data)
     for count, stride in zip(blocks.shape[:-2], blocks.strides[:-2], strict=True):
-        found = np.asarray(found)[..., None] + np.arange(count, dtype=np.uint64) * np.uint64(stride)
-    return np.asarray(found)
+        start = np.asarray(start)[..., None] + np.arange(count, dtype=np.uint64) * np.uint64(stride)
+    return np.asarray(start)
 
 
 def stored_names(slot: Slot, entry: Entry) -> tuple[str, ...]:
@@ -297,14 +297,14 @@ MOST_FURTHER = 64
 
 
 def tensor_entries(family: str, config: Decoder, present: Collection[str] = ()) -> dict[str, Entry]:
-    """By a checkpoint's name the stored tensors and their change.
+    """Stored tensors and their change, by the checkpoint's name.
 
     Args:
         present: the file's tensors, where there is one.
     """
     spec = gguf_families()[family]
-    own = spec.tensors(config, present) if callable(spec.tensors) else spec.tensors
-    table, entries = TENSORS | own, dict[str, Entry]()
+    of_family = spec.tensors(config, present) if callable(spec.tensors) else spec.tensors
+    table, entries = TENSORS | of_family, dict[str, Entry]()
     for slot in config.slots():
         for hf, name in zip(slot.line.names, slot.hf_names, strict=True):
             expert = re.search(r"\.experts\.(\d+)\.", hf)

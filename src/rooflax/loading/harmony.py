@@ -52,13 +52,13 @@ class HarmonyFilter:
                 self._turn(mark)
 
     def flush(self) -> Iterator[tuple[str, str]]:
-        """What was held back because a character was not complete."""
+        """Returns bytes that were held back as part of an incomplete character."""
         text = self._decoder.flush()
         if text and not self._in_header:
             yield self._channel, text
 
     def _turn(self, mark: str) -> None:
-        """What a mark changes."""
+        """Changes the state at a mark."""
         if mark == "channel":
             self._in_header, self._header = True, ""
         elif mark == "message":

@@ -1,5 +1,5 @@
-"""Where a model is: a local folder, a GGUF file, an installed package's, or a download from the
-Hugging Face hub.
+"""Locates a model: a folder, a GGUF file, an installed package's, or a download from the Hugging
+Face hub.
 
 Downloads root-level safetensors, JSON and tokenizer files, or the GGUF files of one quantization
 (`owner/name:Q4_K_M`), nothing else: no pickle, no code, no copies in subfolders; or, to `inspect`
@@ -194,15 +194,15 @@ class _Repository:
     def _cached_names(self) -> list[str]:
         wanted = self.revision or "main"
         for repo in cached_models():
-            for found in repo.revisions if repo.repo_id == self.id else ():
-                if found.commit_hash.startswith(wanted) or wanted in found.refs:
-                    files = (file.file_path for file in found.files)
-                    return [path.relative_to(found.snapshot_path).as_posix() for path in files]
+            for revision in repo.revisions if repo.repo_id == self.id else ():
+                if revision.commit_hash.startswith(wanted) or wanted in revision.refs:
+                    files = (file.file_path for file in revision.files)
+                    return [path.relative_to(revision.snapshot_path).as_posix() for path in files]
         self.download(["*.gguf"])  # which says that nothing is there
         return []
 
     def cached(self, quantization: str | None) -> Path | None:
-        """What the cache has of it, if that is whole."""
+        """Path of the cached copy, if it is complete."""
         there = replace(self, offline=True)
         try:
             if quantization:
@@ -245,26 +245,26 @@ class _Repository:
         Raises:
             CheckpointError: there are GGUF files, of which none was named.
         """
-        found = model_files(names)
-        if found:
+        files = model_files(names)
+        if files:
             raise CheckpointError(
-                f"{self.id} holds GGUF files: {_shown(found)}; name one by its quantization or its "
-                f"name, as in {self.id}:{next(iter(found))}."
+                f"{self.id} holds GGUF files: {_shown(files)}; name one by its quantization or its "
+                f"name, as in {self.id}:{next(iter(files))}."
             )
 
     def gguf(self, quantization: str) -> tuple[str, list[str]]:
         """The file of a quantization, or the first of its parts; and all of them."""
         every = model_files(self.names())
-        found = {name: parts for name, parts in every.items() if _is_of(name, quantization)}
-        found = {quantization: every[quantization]} if quantization in every else found
-        if len(found) != 1:
-            said = f"{len(found)} models" if found else "no GGUF file"
+        matching = {name: parts for name, parts in every.items() if _is_of(name, quantization)}
+        matching = {quantization: every[quantization]} if quantization in every else matching
+        if len(matching) != 1:
+            said = f"{len(matching)} models" if matching else "no GGUF file"
             raise CheckpointError(
                 f"{self.id} has {said} of {quantization:.80}; it has "
-                f"{_shown(found or every) or 'none at all'}"
-                f"{', of which one can be given by its name' if found else ''}."
+                f"{_shown(matching or every) or 'none at all'}"
+                f"{', of which one can be given by its name' if matching else ''}."
             )
-        ((first, parts),) = found.items()
+        ((first, parts),) = matching.items()
         return first, parts
 
     @contextlib.contextmanager
@@ -290,7 +290,7 @@ def _shown(names: Iterable[str]) -> str:
 
 @contextlib.contextmanager
 def _progress_bars():
-    """On a terminal only."""
+    """Shows progress bars on a terminal only."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 
     if (sys.stderr is not None and sys.stderr.isatty()) or are_progress_bars_disabled():

@@ -67,7 +67,7 @@ class IncrementalDecoder:
         return self._decoder.push(token_id)
 
     def flush(self, *, is_cut: bool = False) -> str:
-        """What was held back, cut or not; afterwards the decoder begins anew."""
+        """Returns the text that was held back; afterwards the decoder starts anew."""
         return self._decoder.finish()
 
 
@@ -141,7 +141,7 @@ class _WindowDecoder:
 
 
 def spelled_bytes(tokenizer: Tokenizer) -> list[bytes]:
-    """What each id stands for within a text; nothing for an id without a token.
+    """Bytes that each id stands for within a text; empty for an id without a token.
 
     Raises:
         UnsupportedModelError: the tokenizer is neither byte-level nor of sentencepiece's kind.

@@ -1,4 +1,4 @@
-"""From a plan to a model with its weights on the device."""
+"""Loads a model as planned, with its weights on the device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rooflax.models.model import Model, build
 from rooflax.models.offloading import (
     AHEAD,
     AnyModel,
-    LayerStream,
+    LayerReader,
     OffloadedModel,
     whole,
 )
@@ -132,10 +132,10 @@ def _offloaded(plan: Plan, check: bool, progress: Callable[[int], None] | None) 
     layers = weights.pop("layers")
     ends = weights | {"layers": ()}
     model = build(info.family, info.config, ends, plan.max_model_len, plan.storage.dtype)
-    size = max(reader.arena_bytes(index) for index in split.streamed)
+    size = max(reader.arena_bytes(index) for index in split.offloaded)
     on_host = jax.default_backend() == "cpu"
     places = [Arena(size) if on_host else None for _ in range(AHEAD)]
-    stream = LayerStream(reader.layer, split.streamed, places)
+    stream = LayerReader(reader.layer, split.offloaded, places)
     return OffloadedModel(model, layers, stream, split)
 
 

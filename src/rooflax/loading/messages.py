@@ -17,7 +17,7 @@ _CONTENT_IS_NONE = re.compile(r"content['\"\]]*\s+is\s+none")
 """In templates that tell calls by it, as DeepSeek-R1's does; others write None, or fail."""
 
 
-def call_arguments(given: Any, where: str) -> dict[str, Any]:
+def call_arguments(raw: Any, where: str) -> dict[str, Any]:
     """The arguments of an earlier call, as the object that templates read.
 
     None and blank text are no arguments; JSON within JSON is read too, as some models write it.
@@ -25,19 +25,19 @@ def call_arguments(given: Any, where: str) -> dict[str, Any]:
     Raises:
         RequestError: they are not the JSON of an object; `where` is the error's `param`.
     """
-    found = given
+    parsed = raw
     try:
         for _ in range(2):
-            if isinstance(found, str):
-                found = json.loads(found) if found.strip() else None
+            if isinstance(parsed, str):
+                parsed = json.loads(parsed) if parsed.strip() else None
     except (ValueError, RecursionError):
-        found = ""
-    if found is None:
+        parsed = ""
+    if parsed is None:
         return {}
-    if isinstance(found, Mapping):
-        return dict(found)
+    if isinstance(parsed, Mapping):
+        return dict(parsed)
     raise RequestError(
-        f"{where} is {given!r:.60}, which is not the JSON of an object; correct it, or leave the "
+        f"{where} is {raw!r:.60}, which is not the JSON of an object; correct it, or leave the "
         f"call and its result out.",
         param=where,
     )
@@ -62,10 +62,10 @@ def repaired(
     """
     keeps_developer = "developer" in names(template).texts
     asks_for_none = _CONTENT_IS_NONE.search(template or "") is not None
-    found: list[Any] = []
+    plain_messages: list[Any] = []
     for number, message in enumerate(messages or ()):
         if not isinstance(message, Mapping):
-            found.append(message)  # the template's matter
+            plain_messages.append(message)  # the template's matter
             continue
         plain = _present(message)
         if plain.get("role") == "developer" and not keeps_developer:
@@ -81,26 +81,26 @@ def repaired(
             plain.setdefault("content", "")
         if calls and not plain["content"] and asks_for_none:
             plain["content"] = None
-        found.append(plain)
-    return _with_results_in_order(found)
+        plain_messages.append(plain)
+    return _with_results_in_order(plain_messages)
 
 
-def _present(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if value is not None}
+def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
-def _call(given: Any, where: str) -> Any:
-    if not isinstance(given, Mapping) or not isinstance(given.get("function"), Mapping):
-        return given
-    _check_id(given.get("id"), f"{where}.id")
-    function = _present(given["function"])
+def _call(call: Any, where: str) -> Any:
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        return call
+    _check_id(call.get("id"), f"{where}.id")
+    function = _present(call["function"])
     function["arguments"] = call_arguments(function.get("arguments"), f"{where}.function.arguments")
-    return _present(given) | {"function": function}
+    return _present(call) | {"function": function}
 
 
-def _check_id(given: Any, where: str) -> None:
-    if given is not None and not isinstance(given, str | int):
-        raise RequestError(f"{where} is {given!r:.80}; it must be a text.")
+def _check_id(identity: Any, where: str) -> None:
+    if identity is not None and not isinstance(identity, str | int):
+        raise RequestError(f"{where} is {identity!r:.80}; it must be a text.")
 
 
 def _role(message: Any) -> Any:
@@ -109,7 +109,7 @@ def _role(message: Any) -> Any:
 
 def _with_results_in_order(messages: list[Any]) -> list[Any]:
     """The same with the results of each answer's calls right behind it, in the calls' order."""
-    found: list[Any] = []
+    ordered: list[Any] = []
     behind: list[Any] = []
     order: dict[Any, int] = {}
     for message in (*messages, None):
@@ -120,16 +120,16 @@ def _with_results_in_order(messages: list[Any]) -> list[Any]:
             results = [each for each in behind if _role(each) == "tool"]
             results.sort(key=lambda each: order.get(each.get("tool_call_id"), len(order)))
             behind = results + [each for each in behind if _role(each) != "tool"]
-        found += behind
+        ordered += behind
         behind, order = [], {}
         if message is not None:
-            found.append(message)
+            ordered.append(message)
             for number, call in enumerate(message.get("tool_calls", ())):
                 order.setdefault(call.get("id") if isinstance(call, Mapping) else None, number)
-    return found
+    return ordered
 
 
-def encode(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **how: Any) -> list[int]:
+def encode(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **form: Any) -> list[int]:
     """Token ids of repaired messages.
 
     Where the template rejects them, or leaves a system message out, the system's messages
@@ -137,27 +137,27 @@ def encode(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **how: A
     JSON, for templates that want text.
 
     Args:
-        how: as for `encode_chat`.
+        form: as for `encode_chat`.
 
     Raises:
         RequestError, CheckpointError: as `encode_chat`.
     """
     strict = _strict(messages)
     try:
-        found = encode_chat(tokenizer, messages, **how)
+        ids = encode_chat(tokenizer, messages, **form)
     except RequestError:
         for others in (strict, _with_text(messages), _with_text(strict)):
             if others != messages:
                 with suppress(RequestError):
-                    return encode_chat(tokenizer, others, **how)
+                    return encode_chat(tokenizer, others, **form)
         raise
     systems = [number for number, each in enumerate(messages) if _role(each) in _SYSTEMS]
     for hidden in ({*systems} - {0}, {*systems[:-1]}):
         blank = [{**m, "content": ""} if n in hidden else m for n, m in enumerate(messages)]
         with suppress(RequestError, CheckpointError):  # of a template that wants no blanks
-            if hidden and encode_chat(tokenizer, blank, **how) == found:
-                return encode_chat(tokenizer, strict, **how)
-    return found
+            if hidden and encode_chat(tokenizer, blank, **form) == ids:
+                return encode_chat(tokenizer, strict, **form)
+    return ids
 
 
 def _with_text(messages: Sequence[Any]) -> list[Any]:
@@ -181,16 +181,16 @@ def _with_text(messages: Sequence[Any]) -> list[Any]:
 def _strict(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """As the strictest templates want them: one system message first, then roles that alternate."""
     systems = [each for each in messages if _role(each) in _SYSTEMS]
-    found: list[dict[str, Any]] = []
+    alternating: list[dict[str, Any]] = []
     for each in (*systems, *(each for each in messages if _role(each) not in _SYSTEMS)):
         if not isinstance(each, Mapping):
             return messages
-        last = found[-1] if found else {}
+        last = alternating[-1] if alternating else {}
         is_text = isinstance(last.get("content"), str) and isinstance(each.get("content"), str)
         is_system = _role(last) in _SYSTEMS and _role(each) in _SYSTEMS
         is_same = _role(last) == _role(each) != "tool" and "tool_calls" not in {**last, **each}
         if is_text and (is_system or is_same):
             last["content"] = "\n\n".join(filter(None, (last["content"], each["content"])))
         else:
-            found.append(dict(each))
-    return found
+            alternating.append(dict(each))
+    return alternating

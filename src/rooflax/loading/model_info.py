@@ -1,4 +1,4 @@
-"""What is known of a model before its weights are read: where it lies, its config, its tokenizer.
+"""Model info before weights are read: folder, config, tokenizer.
 
 A name is a checkpoint folder, a GGUF file, a hub id, "package:NAME" (an installed package that
 ships a GGUF file), "preset:NAME", or nothing: the embedded default.
@@ -38,7 +38,7 @@ TOWERS = ("vision", "audio")
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What is known of a model before its weights are read.
+    """Model info before the weights are read.
 
     Attributes:
         name: as the user gave it; the embedded default's own name otherwise.
@@ -86,7 +86,7 @@ class ModelInfo:
         return CodedWeights(checkpoint, self.scheme) if self.scheme else checkpoint
 
     def prequantized(self) -> GGUFWeights | KeptCodes | Mxfp4Weights | PackedWeights:
-        """Which weights the checkpoint holds quantised, and these packed."""
+        """Source of pre-quantized weights, which packs them."""
         source = self._stored()
         if isinstance(source, GGUFWeights):
             return source
@@ -101,14 +101,14 @@ class ModelInfo:
     ) -> WeightReader:
         """Reads the weights of the checkpoint; the arguments of `WeightReader`."""
         prequantized = self.prequantized() if storage.prequantized else None
-        own = prequantized.tensors if isinstance(prequantized, PackedWeights) else {}
+        packed = prequantized.tensors if isinstance(prequantized, PackedWeights) else {}
         return WeightReader(
             self.weights(), self.family, self.config, storage=storage, check=check, place=place,
-            prequantized=prequantized, own=own,
+            prequantized=prequantized, packed=packed,
         )  # fmt: skip
 
     def generation_defaults(self, tokenizer: Tokenizer | None = None) -> GenerationDefaults:
-        """What the checkpoint says of sampling, and the ids that end a sequence.
+        """Generation defaults of the checkpoint, and the ids that end a sequence.
 
         Args:
             tokenizer: the checkpoint's own, whose end of sequence is one of them.
@@ -125,7 +125,7 @@ class ModelInfo:
 
 
 def embedded_folder(name: str = EMBEDDED_NAME) -> Path:
-    """Where an embedded model lies."""
+    """Folder of an embedded model."""
     folder = Path(__file__).resolve().parents[1] / "assets" / name
     if not folder.is_dir():
         raise CheckpointError(

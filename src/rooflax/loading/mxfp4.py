@@ -68,13 +68,13 @@ class Mxfp4Weights:
     def __init__(self, source: Source, name: str, config: Decoder):
         self._source, self._config = source, config
         present = set(source.names())
-        found = list(config.slots())
+        slots = list(config.slots())
         unpacked = {
             slot.key
-            for slot in found
+            for slot in slots
             if not (slot.line.num_stacked and all(set(names(n)) <= present for n in slot.hf_names))
         }
-        self.formats = {slot.name: KEPT for slot in found if slot.key not in unpacked}
+        self.formats = {slot.name: KEPT for slot in slots if slot.key not in unpacked}
 
     def packed(self, slot: Slot, put: Put = jax.device_put) -> Quantized:
         """An array of experts from the file's own codes, gate's outputs before up's."""

@@ -41,23 +41,23 @@ def table_name(slot: Slot) -> str:
 
 def is_packed(raw_config: Mapping[str, Any]) -> bool:
     """Whether a config.json says that its folder holds packed weights."""
-    found = raw_config.get("quantization_config")
-    return isinstance(found, dict) and found.get("quant_method") == METHOD
+    declared = raw_config.get("quantization_config")
+    return isinstance(declared, dict) and declared.get("quant_method") == METHOD
 
 
 def to_config(formats: Iterable[tuple[Slot, str | None]]) -> dict[str, Any]:
-    """What config.json says of packed weights; nothing where there are none.
+    """Entry in config.json for packed weights; empty if there are none.
 
     Args:
         formats: of every weight; None is a plain one's.
     """
-    found = list(formats)
+    pairs = list(formats)
     by_line: dict[str, set[str | None]] = {}
-    for slot, format in found:
+    for slot, format in pairs:
         by_line.setdefault(table_name(slot), set()).add(format)
     names = {
         slot.name if len(by_line[table_name(slot)]) > 1 else table_name(slot): format
-        for slot, format in found
+        for slot, format in pairs
         if format is not None
     }
     return {"quantization_config": {"quant_method": METHOD, "formats": names}} if names else {}
@@ -79,7 +79,7 @@ def tensors_of(slot: Slot, leaf: Quantized | Fused) -> list[TensorToWrite]:
 
 
 def _names(slot: Slot, num_parts: int) -> list[str]:
-    """What the names of the parts' arrays begin with."""
+    """Prefixes of the names of the parts' arrays."""
     return [slot.name] if num_parts == 1 else [f"{slot.name}.{i}" for i in range(num_parts)]
 
 
@@ -99,35 +99,37 @@ class PackedWeights:
         declared = raw["quantization_config"].get("formats")
         if not isinstance(declared, dict):
             raise CheckpointError("config.json's quantization_config has no formats by weight.")
-        found = list(config.slots())
-        unknown = set(declared) - {n for slot in found for n in (slot.name, table_name(slot))}
+        slots = list(config.slots())
+        unknown = set(declared) - {n for slot in slots for n in (slot.name, table_name(slot))}
         wrong = [
-            found
-            for found in declared.values()
-            if not isinstance(found, str) or not set(formats_of(found)) <= KNOWN.keys()
+            slots
+            for slots in declared.values()
+            if not isinstance(slots, str) or not set(formats_of(slots)) <= KNOWN.keys()
         ]
         if unknown or wrong:
             what = f"the weight {min(unknown)!r}" if unknown else f"the format {wrong[0]!r}"
-            raise CheckpointError(f"config.json's quantization_config names {what}, which is not.")
+            raise CheckpointError(
+                f"config.json's quantization_config has {what}, which is unknown."
+            )
         self.formats = {
             slot.name: format
-            for slot in found
+            for slot in slots
             if (format := declared.get(slot.name, declared.get(table_name(slot))))
         }
-        packed = [slot for slot in found if slot.name in self.formats]
+        packed = [slot for slot in slots if slot.name in self.formats]
         present = set(source.names())
         self.tensors = {slot.name: self._check(slot, present) for slot in packed}
 
     def _check(self, slot: Slot, present: set[str]) -> tuple[str, ...]:
         inner, format = math.prod(matmul_shape(slot, self._config)[0]), self.formats[slot.name]
         try:
-            found = [arrays for _, arrays in self._arrays(slot)]
+            part_arrays = [arrays for _, arrays in self._arrays(slot)]
         except ValueError:
-            found = []
-        if not found or not all(class_of(one).fits(inner) for one in formats_of(format)):
+            part_arrays = []
+        if not part_arrays or not all(class_of(one).fits(inner) for one in formats_of(format)):
             raise CheckpointError(f"{slot.name} cannot be {format}.")
         names = []
-        for name, wanted in (pair for arrays in found for pair in arrays.items()):
+        for name, wanted in (pair for arrays in part_arrays for pair in arrays.items()):
             if not math.prod(wanted.shape):
                 continue
             if name not in present:
@@ -145,12 +147,12 @@ class PackedWeights:
         """Each part with its arrays by their names."""
         in_shape, out_shape = matmul_shape(slot, self._config)
         stack = slot.line.shape(self._config.axis_sizes)[: slot.line.num_stacked]
-        parts, found = parts_of(slot.line.layout, self.formats[slot.name], out_shape), []
+        parts, by_part = parts_of(slot.line.layout, self.formats[slot.name], out_shape), []
         for part, name in zip(parts, _names(slot, len(parts)), strict=True):
             sizes = math.prod(in_shape), math.prod(part.out_shape(out_shape))
             like = class_of(part.format).like(*sizes, stack)
-            found.append((part, dict(zip([f"{name}.{a}" for a in ARRAYS], like, strict=True))))
-        return found
+            by_part.append((part, dict(zip([f"{name}.{a}" for a in ARRAYS], like, strict=True))))
+        return by_part
 
     def packed(self, slot: Slot, put: Put = aligned_put) -> Quantized | Fused:
         """A weight's arrays, as they are.
@@ -165,14 +167,14 @@ class PackedWeights:
         self, slot: Slot, experts: slice = slice(None)
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Codes and scales [*experts, out, ...] of each part."""
-        found = self._stored(slot)
+        parts = self._stored(slot)
         if slot.line.num_stacked:
-            found = [replace(w, values=w.values[experts], scales=w.scales[experts]) for w in found]
-        return [w.unpacked() for w in found]
+            parts = [replace(w, values=w.values[experts], scales=w.scales[experts]) for w in parts]
+        return [w.unpacked() for w in parts]
 
     def _stored(self, slot: Slot) -> list[Quantized]:
         """A weight's parts in the file's pages."""
-        present, found = self.tensors[slot.name], []
+        present, stored = self.tensors[slot.name], []
         in_shape, out_shape = matmul_shape(slot, self._config)
         for part, wanted in self._arrays(slot):
             arrays: list[Any] = [
@@ -180,9 +182,9 @@ class PackedWeights:
                 for name, like in wanted.items()
             ]
             values, scales, sums = arrays
-            own, make = part.out_shape(out_shape), class_of(part.format)
-            found.append(make(values, scales, sums, part.format, in_shape, own))
-        return found
+            part_shape, make = part.out_shape(out_shape), class_of(part.format)
+            stored.append(make(values, scales, sums, part.format, in_shape, part_shape))
+        return stored
 
 
 def _placed(stored: Quantized, put: Put) -> Quantized:

@@ -32,7 +32,7 @@ from rooflax.models.memory import (
     rope_bytes,
 )
 from rooflax.models.model import resolve_max_model_len
-from rooflax.models.offloading import StreamPlan, plan_offloading
+from rooflax.models.offloading import OffloadPlan, plan_offloading
 from rooflax.nn.device_memory import free_bytes
 from rooflax.nn.engine_config import EngineConfig
 from rooflax.nn.execution import (
@@ -65,7 +65,7 @@ SMALL_CONTEXT = 256
 
 
 class StateRows(NamedTuple):
-    """Of the layers with state.
+    """State rows of recurrent layers.
 
     Attributes:
         row_bytes: of one sequence's state in all of them.
@@ -82,7 +82,7 @@ class StateRows(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(EngineConfig):
-    """Everything that is decided about a model before its weights are read.
+    """Decisions about a model, made before its weights are read.
 
     Attributes:
         info: the model.
@@ -101,7 +101,7 @@ class Plan(EngineConfig):
     storage: Storage
     mesh: Mesh | None = None
     shards: Shards
-    offloading: StreamPlan | None
+    offloading: OffloadPlan | None
     draft: Plan | None
     adapter: Adapter | None = None
     bank: Bank | None = None
@@ -115,7 +115,7 @@ class Plan(EngineConfig):
 
     @property
     def state_rows(self) -> StateRows | None:
-        """Of the KV cache's bytes, those of layers with state; None without such layers."""
+        """State rows in the KV cache; None without recurrent layers."""
         groups = self.info.config.groups
         if groups.state is None:
             return None
@@ -126,11 +126,11 @@ class Plan(EngineConfig):
     @property
     def is_offloaded(self) -> bool:
         """Whether layers are read from the file at every step."""
-        return self.offloading is not None and bool(self.offloading.streamed)
+        return self.offloading is not None and bool(self.offloading.offloaded)
 
     @property
     def load_bytes(self) -> int:
-        """Of weights that loading will read and keep, about."""
+        """Approximate bytes of weights that loading reads and keeps."""
         if self.offloading is not None:
             plan = self.offloading
             return plan.fixed_bytes + sum(plan.layer_bytes) - plan.bytes_per_step
@@ -140,7 +140,7 @@ class Plan(EngineConfig):
 
     @property
     def dequantized_bytes(self) -> int:
-        """Of weights that the checkpoint holds in codes, and memory as numbers."""
+        """Bytes of weights that are codes in the checkpoint and numbers in memory."""
         config, storage = self.info.config, self.storage
         slots = (slot for slot in config.slots() if slot.name in storage.dequantized)
         return sum(storage.of(slot, config).num_bytes() for slot in slots)
@@ -275,7 +275,7 @@ class Plan(EngineConfig):
         return plan._with_blocks(plan._blocks(free))
 
     def full_length_seqs(self) -> int:
-        """How many sequences of `max_model_len` the KV cache holds at once."""
+        """Number of sequences of `max_model_len` that the KV cache holds at once."""
         windows, size = self.info.config.cached_windows, accelerator.block_size()
         lengths = (self.max_model_len, self.new_tokens, size, 1 + self.num_draft_tokens)
         per_seq = [blocks_needed(window, *lengths) for window in windows]
@@ -366,7 +366,7 @@ def make_plan(
         _check_stages(info, storage)
     offloading = None if budget is None else _plan_offloading(info, storage, length, budget)
     if offloading is not None:
-        storage = replace(storage, offloaded=frozenset(offloading.streamed))
+        storage = replace(storage, offloaded=frozenset(offloading.offloaded))
     adapter = None
     if "lora" in asked:
         _check_adaptable(mesh, offloading)
@@ -376,14 +376,14 @@ def make_plan(
     draft = None
     if speculate is not None and speculate != NGRAM:
         same = ("quantize", "dtype", "kv_dtype", "offline", "ignore_config_keys")
-        given = {name: asked[name] for name in same if name in asked}
-        draft = make_plan(speculate, options=options, mesh=mesh, **given)
+        same_values = {name: asked[name] for name in same if name in asked}
+        draft = make_plan(speculate, options=options, mesh=mesh, **same_values)
     chunk = min(accelerator.prefill_chunk(), length)
     plan = Plan(
         info=info,
         storage=storage,
         kv_dtype=own_kv_dtype,
-        options=offloaded if offloading and offloading.streamed else options,
+        options=offloaded if offloading and offloading.offloaded else options,
         max_model_len=length,
         max_num_seqs=int(num_seqs),
         prefill_chunk=chunk,
@@ -422,28 +422,28 @@ def resolve_precision(
         raise RequestError(
             f"{info.name} is quantised already; leave `quantize` out.", param="quantize"
         )
-    own = asked.dtype is None
+    auto = asked.dtype is None
     dtype = asked.dtype or ("float32" if platform == "cpu" else "bfloat16")
     prequantized, dequantized = {}, frozenset[str]()
-    if (own or is_packed(info.raw_config)) and asked.quantize is None and info.folder is not None:
-        found = info.prequantized()
-        prequantized = found.formats
-        dequantized = found.dequantized if isinstance(found, KeptCodes) else dequantized
-    keeps_bfloat16 = own and reads_bfloat16 and _is_bfloat16(info)
+    if (auto or is_packed(info.raw_config)) and asked.quantize is None and info.folder is not None:
+        source = info.prequantized()
+        prequantized = source.formats
+        dequantized = source.dequantized if isinstance(source, KeptCodes) else dequantized
+    keeps_bfloat16 = auto and reads_bfloat16 and _is_bfloat16(info)
     quantize = asked.quantize and format_on(platform, asked.quantize)
     storage = Storage(dtype, quantize, keeps_bfloat16, prequantized, dequantized)
     is_coarse = storage.quantizes_activations and dtype == "float32" and platform == "cpu"
     return asked.kv_dtype or ("float16" if is_coarse else dtype), storage
 
 
-def _check_adaptable(mesh: Mesh | None, offloading: StreamPlan | None) -> None:
+def _check_adaptable(mesh: Mesh | None, offloading: OffloadPlan | None) -> None:
     """
     Raises:
         RequestError: what an adapter does not go with.
     """
     if mesh is not None:
         raise RequestError("lora is for one device; leave the mesh out.", param="lora")
-    if offloading is not None and offloading.streamed:
+    if offloading is not None and offloading.offloaded:
         raise RequestError(
             "lora is for weights in memory; leave the weights budget out.", param="lora"
         )
@@ -459,10 +459,10 @@ def _check_stages(info: ModelInfo, storage: Storage) -> None:
     for slot in info.config.slots():
         if slot.layer is not None and (format := storage.prequantized.get(slot.name)):
             formats.setdefault(slot.key, set()).add(format)
-    for key, found in formats.items():
-        if len(found) > 1:
+    for key, kinds in formats.items():
+        if len(kinds) > 1:
             raise RequestError(
-                f"{info.name} has {key} in {' and '.join(sorted(found))}, and stages have layers "
+                f"{info.name} has {key} in {' and '.join(sorted(kinds))}, and stages have layers "
                 f"that are alike; choose another mesh, or give a `dtype` or `quantize`.",
                 param="mesh",
             )
@@ -477,8 +477,8 @@ def _is_bfloat16(info: ModelInfo) -> bool:
     return "bfloat16" in declared
 
 
-def _plan_offloading(info: ModelInfo, storage: Storage, length: int, budget: int) -> StreamPlan:
-    """Which layers stay within the budget of bytes.
+def _plan_offloading(info: ModelInfo, storage: Storage, length: int, budget: int) -> OffloadPlan:
+    """Plans which layers stay in memory within the budget of bytes.
 
     Raises:
         RequestError: there is no file to read from, or the budget is too small.

@@ -1,4 +1,4 @@
-"""How a checkpoint embeds or scores texts, from the files that sentence-transformers writes.
+"""Reads how a checkpoint embeds or scores texts, from sentence-transformers' files.
 
 `modules.json` names the modules in order: the transformer, a pooling, dense layers, a
 normalization, or a score from two tokens' logits. A module or a setting that is not computed here
@@ -77,7 +77,7 @@ class DenseLayer:
 
 @dataclass(frozen=True)
 class Pooling:
-    """What becomes of the hidden states of a text.
+    """Pooling: how hidden states become a vector or a score.
 
     Attributes:
         pooler: the engine's part of it.
@@ -112,7 +112,7 @@ class Pooling:
 
 
 def read_pooling(folder: Path, hidden_size: int, vocab_size: int) -> Pooling | None:
-    """What `modules.json` says; None where there is none.
+    """Reads `modules.json`; None if there is none.
 
     Args:
         hidden_size, vocab_size: of the transformer.
@@ -124,7 +124,7 @@ def read_pooling(folder: Path, hidden_size: int, vocab_size: int) -> Pooling | N
     modules = _read_modules(folder)
     if not modules:
         return None
-    found, max_tokens = None, None
+    pooling, max_tokens = None, None
     for number, (kind, path) in enumerate(modules):
         if (kind == "Transformer") != (number == 0):
             raise UnsupportedModelError(
@@ -133,7 +133,7 @@ def read_pooling(folder: Path, hidden_size: int, vocab_size: int) -> Pooling | N
             )
         place = _place(folder, path)
         if kind != "Transformer":
-            found = _with_module(found, kind, place)
+            pooling = _with_module(pooling, kind, place)
         elif place != folder.resolve():
             raise UnsupportedModelError(
                 f"modules.json of {folder} has the Transformer in {path!r:.80}; rooflax reads the "
@@ -141,9 +141,9 @@ def read_pooling(folder: Path, hidden_size: int, vocab_size: int) -> Pooling | N
             )
         else:
             max_tokens = _read_max_tokens(folder)
-    if found is None:
+    if pooling is None:
         raise UnsupportedModelError(f"modules.json of {folder} has no pooling.")
-    _check_sizes(found, folder, hidden_size, vocab_size)
+    _check_sizes(pooling, folder, hidden_size, vocab_size)
     raw = read_json_object(folder / "config_sentence_transformers.json")
     prompts = raw.get("prompts") or {}
     default = raw.get("default_prompt_name")
@@ -154,11 +154,11 @@ def read_pooling(folder: Path, hidden_size: int, vocab_size: int) -> Pooling | N
             f"config_sentence_transformers.json of {folder} has prompts {prompts!r:.60} and the "
             f"default {default!r:.40}; these must be texts by name, and one of the names."
         )
-    return replace(found, prompts=prompts, default_prompt=default, max_tokens=max_tokens)
+    return replace(pooling, prompts=prompts, default_prompt=default, max_tokens=max_tokens)
 
 
 def _read_max_tokens(folder: Path) -> int | None:
-    """What the first module's settings say; of lower case, that there is none."""
+    """Reads the first module's maximum length; rejects lower-casing."""
     raw = read_json_object(folder / TRANSFORMER)
     if raw.get("do_lower_case"):
         raise UnsupportedModelError(
@@ -189,7 +189,7 @@ def _check_sizes(pooling: Pooling, folder: Path, size: int, vocab_size: int) -> 
 
 
 def gguf_pooling(file: GGUFFile) -> Pooling | None:
-    """What a GGUF file's `pooling_type` says; None where there is none. llama.cpp normalizes.
+    """Reads a GGUF file's `pooling_type`; None if there is none. llama.cpp normalizes.
 
     Raises:
         CheckpointError: layers behind the pooling do not fit each other.
@@ -215,7 +215,7 @@ def gguf_pooling(file: GGUFFile) -> Pooling | None:
 
 
 def pooling_files(pooling: Pooling, size: int) -> dict[str, bytes | list[TensorToWrite]]:
-    """What `read_pooling` reads: bytes, or tensors, by their paths below the folder.
+    """Files that `read_pooling` reads: bytes or tensors, by their paths below the folder.
 
     Args:
         size: of hidden states.
@@ -235,7 +235,7 @@ def pooling_files(pooling: Pooling, size: int) -> dict[str, bytes | list[TensorT
         },
         "modules.json": [{"idx": 0, "name": "0", "path": "", "type": f"{MODULES}.Transformer"}],
     }  # fmt: skip
-    found: dict[str, bytes | list[TensorToWrite]] = {}
+    folder_files: dict[str, bytes | list[TensorToWrite]] = {}
     dense = iter(pooling.dense)
     for number, (kind, settings) in enumerate(modules, start=1):
         path = f"{number}_{kind}"
@@ -244,9 +244,9 @@ def pooling_files(pooling: Pooling, size: int) -> dict[str, bytes | list[TensorT
         texts["modules.json"].append(entry)
         texts[f"{path}/config.json"] = settings
         if kind == "Dense":
-            found[f"{path}/model.safetensors"] = _dense_tensors(next(dense))
+            folder_files[f"{path}/model.safetensors"] = _dense_tensors(next(dense))
     written = {name: json.dumps(text, indent=2) + "\n" for name, text in texts.items()}
-    return found | {name: text.encode() for name, text in written.items()}
+    return folder_files | {name: text.encode() for name, text in written.items()}
 
 
 def _dense_settings(layer: DenseLayer) -> dict[str, Any]:
@@ -283,15 +283,15 @@ def gguf_pooling_metadata(pooling: Pooling, architecture: str) -> dict[str, Any]
         reason = "dense layer with a bias or an activation"
     else:
         kinds = {ours: number for number, ours in GGUF_POOLING.items()}
-        found: dict[str, Any] = {"pooling_type": kinds[pooling.pooler.kind]}
+        values: dict[str, Any] = {"pooling_type": kinds[pooling.pooler.kind]}
         for name, layer in zip(GGUF_DENSE, pooling.dense, strict=False):
-            found[f"{name}_feat_out"], found[f"{name}_feat_in"] = layer.weight.shape
-        return {f"{architecture}.{key}": value for key, value in found.items()}
+            values[f"{name}_feat_out"], values[f"{name}_feat_in"] = layer.weight.shape
+        return {f"{architecture}.{key}": value for key, value in values.items()}
     raise UnsupportedModelError(f"llama.cpp computes no {reason}.")
 
 
 def _place(folder: Path, path: str) -> Path:
-    """Where a module is: inside the folder.
+    """Folder of a module, which must be inside the checkpoint's.
 
     Raises:
         CheckpointError: the path leaves it.
@@ -324,12 +324,12 @@ def _read_modules(folder: Path) -> list[tuple[str, str]]:
         ) from None
 
 
-def _with_module(found: Pooling | None, kind: str, folder: Path) -> Pooling:
-    """What there was, with one more module."""
+def _with_module(pooling: Pooling | None, kind: str, folder: Path) -> Pooling:
+    """Adds one module."""
     raw = read_json_object(folder / "config.json")
-    if kind == "Pooling" and found is None:
+    if kind == "Pooling" and pooling is None:
         return Pooling(_pooler(raw))
-    if kind == "LogitScore" and found is None:
+    if kind == "LogitScore" and pooling is None:
         ids = raw.get("true_token_id"), raw.get("false_token_id")
         if not all(type(token) is int and token >= 0 for token in ids):
             raise UnsupportedModelError(
@@ -337,10 +337,10 @@ def _with_module(found: Pooling | None, kind: str, folder: Path) -> Pooling:
                 f"false."
             )
         return Pooling(Pooler("tokens", ids), scores=True)  # type: ignore[arg-type]
-    if kind == "Dense" and found is not None and not found.normalizes and not found.scores:
-        return replace(found, dense=(*found.dense, _read_dense(raw, folder)))
-    if kind == "Normalize" and found is not None and not found.scores:
-        return replace(found, normalizes=True)
+    if kind == "Dense" and pooling is not None and not pooling.normalizes and not pooling.scores:
+        return replace(pooling, dense=(*pooling.dense, _read_dense(raw, folder)))
+    if kind == "Normalize" and pooling is not None and not pooling.scores:
+        return replace(pooling, normalizes=True)
     raise UnsupportedModelError(f"modules.json has a {kind} where rooflax does not compute one.")
 
 

@@ -25,12 +25,12 @@ class Prequantized(Protocol):
 
 def beside(format: str, parts: Sequence[Part], made: Iterable[Quantized]) -> Quantized | Fused:
     """A weight of what was made of each of its parts."""
-    found = tuple(made)
-    return found[0] if len(found) == 1 else Fused(found, parts[0].axis, format)
+    packed = tuple(made)
+    return packed[0] if len(packed) == 1 else Fused(packed, parts[0].axis, format)
 
 
 def output_order(slot: Slot, config: Decoder, numbers: list[np.ndarray]) -> np.ndarray:
-    """Which stored row each of our outputs is: the layout's own join, of the rows' numbers.
+    """Stored row of each of our outputs: the layout's own join, of the rows' numbers.
 
     Args:
         numbers: [rows, 1] int32 of each of the slot's tensors.
@@ -95,7 +95,7 @@ class PrequantizedParts:
 
         parts = plan.parts(own_out)
         each = zip(parts, plan.parts(), self._codes, strict=True)
-        return beside(plan.format, parts, (packed(own, whole, *c) for own, whole, c in each))
+        return beside(plan.format, parts, (packed(here, whole, *c) for here, whole, c in each))
 
 
 def _within(part: Part, rows: np.ndarray, out_shape: Shape) -> np.ndarray:

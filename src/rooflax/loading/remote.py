@@ -37,7 +37,7 @@ ROPE_TENSORS, MAX_ROPE_BYTES = "rope_", 1 << 20
 
 @dataclass
 class Session:
-    """What reading one model may do.
+    """Limits for reading one model over HTTP.
 
     Attributes:
         token: sent to the first server alone, never where it redirects to.
@@ -47,7 +47,7 @@ class Session:
     token: str | None = None
     end_s: float = field(default_factory=lambda: time.monotonic() + TIMEOUT_S)
 
-    def read(self, url: str, begin: int, end: int) -> Piece:
+    def read(self, url: str, begin: int, end: int) -> RangePart:
         """Bytes of a remote file; fewer where it ends before.
 
         Raises:
@@ -73,7 +73,7 @@ class Session:
             raise CheckpointError(f"{shown(url)} has {piece.size} bytes, more than {most}.")
         return piece.data
 
-    async def _read(self, url: str, begin: int, end: int) -> Piece:
+    async def _read(self, url: str, begin: int, end: int) -> RangePart:
         async with asyncio.timeout(self.end_s - time.monotonic()):
             here, may_be_private = url, True
             for _ in range(MAX_REDIRECTS + 1):
@@ -98,7 +98,7 @@ class Session:
             raise CheckpointError(f"{shown(url)} redirects more than {MAX_REDIRECTS} times.")
 
 
-class Piece(NamedTuple):
+class RangePart(NamedTuple):
     """A part of a remote file, and the bytes of all of it."""
 
     data: bytes
@@ -106,7 +106,7 @@ class Piece(NamedTuple):
 
 
 def _place(url: str) -> tuple[Server, str]:
-    """Where a request goes, and what it asks for.
+    """Address and path of a request.
 
     Raises:
         CheckpointError: it is no URL of HTTP.
@@ -131,8 +131,8 @@ def _origin(url: str) -> tuple[str, str]:
 
 async def _addresses(server: Server) -> list[str]:
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)
-    return [str(address[0]) for *_, address in found]
+    addresses = await loop.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)
+    return [str(address[0]) for *_, address in addresses]
 
 
 def _is_global(text: str) -> bool:
@@ -143,7 +143,7 @@ def _is_global(text: str) -> bool:
 
 
 async def _connect(server: Server, addresses: list[str]) -> Connection:
-    """To the first of the addresses that were looked at, and of no others, that answers."""
+    """Connects to the first checked address that answers, and to no others."""
     for address in addresses[:-1]:
         with contextlib.suppress(OSError):
             return await Connection.to(server, address)
@@ -166,8 +166,8 @@ async def _get(
         connection.close()
 
 
-def _piece(url: str, reply: Reply, begin: int, end: int) -> Piece:
-    """What an answer holds of the range that was asked for.
+def _piece(url: str, reply: Reply, begin: int, end: int) -> RangePart:
+    """Bytes of the requested range in a response.
 
     Raises:
         CheckpointError: nothing, with the reason.
@@ -185,10 +185,10 @@ def _piece(url: str, reply: Reply, begin: int, end: int) -> Piece:
     data = reply.body
     if status == 206:
         stated = reply.headers.get("content-range", "")
-        found = re.fullmatch(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18})", stated)
-        if found is None or int(found[1]) != begin:
+        match = re.fullmatch(r"bytes ([0-9]{1,18})-[0-9]{1,18}/([0-9]{1,18})", stated)
+        if match is None or int(match[1]) != begin:
             raise CheckpointError(f"{where}: the server answers with another range than asked for.")
-        size, data = int(found[2]), data[: end - begin]
+        size, data = int(match[2]), data[: end - begin]
     else:
         stated = reply.headers.get("content-length", "")
         if not re.fullmatch("[0-9]{1,18}", stated):
@@ -199,7 +199,7 @@ def _piece(url: str, reply: Reply, begin: int, end: int) -> Piece:
             f"{where}: the server states {size} bytes and sends {len(data)} of the "
             f"{end - begin} from {begin} on."
         )
-    return Piece(data, size)
+    return RangePart(data, size)
 
 
 def shown(url: str) -> str:

@@ -60,7 +60,7 @@ PACKED_FP4 = "F4"
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a header says of one tensor.
+    """Header entry of one tensor.
 
     Attributes:
         dtype: the file's name of the type, such as `"BF16"`.
@@ -232,7 +232,7 @@ class SafetensorsFile:
         return list(self._infos)
 
     def info(self, name: str) -> TensorInfo:
-        """What the header says of a tensor.
+        """Header entry of a tensor.
 
         Raises:
             CheckpointError: there is no tensor of this name.
@@ -282,7 +282,7 @@ class SafetensorsFile:
 
 
 class _HeaderError(Exception):
-    """What a header has and must not have."""
+    """Invalid header."""
 
 
 def _short_number(digits: str) -> int:

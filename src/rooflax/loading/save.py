@@ -106,7 +106,7 @@ def save(
 
 
 def companions(source: Path, names: Sequence[str] = COMPANIONS) -> dict[str, File]:
-    """What belongs to a checkpoint's tokenizer: files of its folder, or made from its GGUF file."""
+    """Tokenizer files of a checkpoint: those of its folder, or made from its GGUF file."""
     if source.is_file():
         return {**Tokenizer(source).files()}
     return {name: source / name for name in names if (source / name).is_file()}
@@ -158,7 +158,8 @@ def save_model(
             f"{folder} holds {others[0]}, which is no file of a checkpoint; save into a folder of "
             f"its own, which may not exist yet."
         )
-    ends = {"bos_token_id": bos_token_id, "eos_token_id": _one_or_many(eos_token_ids)}
+    eos = eos_token_ids[0] if len(eos_token_ids) == 1 else list(eos_token_ids) or None
+    ends = {"bos_token_id": bos_token_id, "eos_token_id": eos}
     written = family(name).config_to_hf(config) | ends | {"dtype": dtype, "torch_dtype": dtype}
     formats = ((slot, packed_format(_leaf(slot, weights))) for slot in config.slots())
     written |= packed.to_config(formats) | dict(settings or {})
@@ -166,8 +167,8 @@ def save_model(
     def fill(new: Path) -> None:
         _write_json(new / "config.json", written)
         _write_json(new / "generation_config.json", ends | dict(generation or {}))
-        own = tensors(name, config, weights, dtype)
-        write_safetensors(new / "model.safetensors", [*own, *more_tensors])
+        model_tensors = tensors(name, config, weights, dtype)
+        write_safetensors(new / "model.safetensors", [*model_tensors, *more_tensors])
         for target, source in (files or {}).items():
             (new / target).parent.mkdir(exist_ok=True)
             if isinstance(source, bytes):
@@ -183,12 +184,12 @@ def save_model(
 def tensors(name: str, config: Decoder, weights: dict[str, Any], dtype: str) -> list[TensorToWrite]:
     """The checkpoint's tensors, each made when it is asked for; one that two weights share is the
     sum of what they give of it (`nn.weights.HeadPart`)."""
-    found: dict[str, TensorToWrite] = {}
+    by_name: dict[str, TensorToWrite] = {}
     for slot in config.slots():
         for tensor in _slot_tensors(slot, config, weights, dtype):
-            other = found.get(tensor.name)
-            found[tensor.name] = _sum(other, tensor) if other else tensor
-    return list(found.values())
+            other = by_name.get(tensor.name)
+            by_name[tensor.name] = _sum(other, tensor) if other else tensor
+    return list(by_name.values())
 
 
 def _sum(one: TensorToWrite, other: TensorToWrite) -> TensorToWrite:
@@ -244,10 +245,6 @@ def replace_folder(folder: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(new, ignore_errors=True)
         raise
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _one_or_many(ids: Sequence[int]) -> int | list[int] | None:
-    return (ids[0] if len(ids) == 1 else list(ids)) if ids else None
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

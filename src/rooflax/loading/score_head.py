@@ -1,4 +1,4 @@
-"""How a folder embeds or scores: `modules.json`, or the score head of a cross-encoder.
+"""Reads how a folder embeds or scores: `modules.json`, or a cross-encoder's score head.
 
 A checkpoint for sequence classification with one label scores pairs of texts. Its head is a few
 layers on one vector; they run behind the pooling.
@@ -35,8 +35,7 @@ KINDS = {"cls": "first", "mean": "mean"}
 def folder_pooling(
     folder: Path, name: str, config: Decoder, raw: Mapping[str, Any]
 ) -> Pooling | None:
-    """What the files say; without them, an encoder's vector is the mean, as for
-    sentence-transformers.
+    """Pooling of a folder; an encoder without files pools by the mean, as in sentence-transformers.
 
     Args:
         name: the family.
@@ -51,8 +50,8 @@ def folder_pooling(
     named = architectures[0] if isinstance(architectures, list) and architectures else ""
     if head is not None and str(named).endswith(CLASSIFIER):
         return _read_head(folder, head, config, raw)
-    found = read_pooling(folder, config.hidden_size, config.vocab_size)
-    return Pooling(Pooler("mean")) if found is None and not config.is_causal else found
+    pooling = read_pooling(folder, config.hidden_size, config.vocab_size)
+    return Pooling(Pooler("mean")) if pooling is None and not config.is_causal else pooling
 
 
 def _head_of(name: str) -> ScoreHead | None:
@@ -116,7 +115,7 @@ def _activation(name: str) -> str:
 
 
 def _score_activation(raw: Mapping[str, Any]) -> str:
-    """Of the score, as sentence-transformers writes it; without one a sigmoid."""
+    """Activation of the score, as sentence-transformers writes it; a sigmoid by default."""
     newer = raw.get("sentence_transformers")
     stated = newer.get("activation_fn") if isinstance(newer, dict) else None
     stated = stated or raw.get("sbert_ce_default_activation_function")

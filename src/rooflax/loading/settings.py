@@ -26,7 +26,7 @@ DEFAULT_NUM_SEQS, DEFAULT_MAX_WAITING = 16, 256
 
 # fmt: off
 class EngineSettings(TypedDict, total=False):
-    """What `LLM` takes; what is left out, or None, is the default."""
+    """Arguments of `LLM`; an absent one, or None, is the default."""
 
     quantize: Annotated[str | None, _memory(
         Text(), "format of weights: int8, int4, mxfp4, fp8, w8a16 ..., or int4+head=int8",
@@ -48,10 +48,10 @@ class EngineSettings(TypedDict, total=False):
         Whole(1), "sequences that run at once", unset=DEFAULT_NUM_SEQS, group="limits",
         metavar="N")]
     prefix_caching: Annotated[bool, _field(
-        Flag(), "keep what prompts computed, and share it with those that begin the same",
+        Flag(), "cache the KV blocks of prompts and reuse them for equal prefixes",
         default=True)]
     speculate: Annotated[str | Path | None, _drafts(
-        Text(), "who drafts tokens that one step then checks: ngram, or a smaller model of the "
+        Text(), "speculative decoding: ngram, or a smaller draft model with the "
         "same tokenizer", metavar="HOW")]
     num_draft_tokens: Annotated[int | None, _drafts(
         Whole(1, MOST_DRAFT_TOKENS), "most drafts in a step", unset=DEFAULT_DRAFT_TOKENS,
@@ -75,12 +75,12 @@ class EngineSettings(TypedDict, total=False):
         flags=("--ignore-config-key",), metavar="KEY")]
 
     generation_config: Annotated[str, _field(
-        Choice(("auto", "none")), "whether the checkpoint's defaults of sampling count",
+        Choice(("auto", "none")), "use the checkpoint's sampling defaults or not",
         default="auto", group="choosing tokens", flags=("--generation-config",), metavar="HOW")]
 
 
 class ServingSettings(EngineSettings, total=False):
-    """What `AsyncLLM` takes beside them."""
+    """Further arguments of `AsyncLLM`."""
 
     max_waiting: Annotated[int, _field(
         Whole(1), "sequences that may wait beyond those; more are rejected with QueueFull",
@@ -96,7 +96,7 @@ class ServingSettings(EngineSettings, total=False):
         Several(Text()), "a LoRA adapter that requests choose by NAME as their model: PEFT's "
         "folder", default=(), flags=("--lora", "--lora-modules"), metavar="NAME=DIR")]
     max_loras: Annotated[int | None, _finding(
-        Whole(1, 64), "slots of adapters", shown_default="as many as are given", metavar="N")]
+        Whole(1, 64), "most adapters", shown_default="as many as are given", metavar="N")]
     max_lora_rank: Annotated[int | None, _finding(
         Whole(1, 512), "the largest rank of an adapter",
         shown_default="that of those that are given", metavar="N")]

@@ -1,4 +1,4 @@
-"""Where a checkpoint's tensors come from: files, or arrays already in memory."""
+"""Sources of a checkpoint's tensors: files, or arrays already in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rooflax.loading.safetensors import TensorInfo, dtype_name
 
 
 class Source(Protocol):
-    """Where tensors come from: safetensors files, or arrays already in memory."""
+    """Source of tensors: safetensors files, or arrays already in memory."""
 
     def names(self) -> list[str]: ...
     def info(self, name: str) -> TensorInfo: ...
@@ -50,7 +50,7 @@ class ArraySource:
         return np.asarray(jax.dlpack.from_dlpack(array))
 
     def release(self, name: str) -> None:
-        """Nothing to let go of."""
+        """Does nothing: arrays in memory stay."""
 
     def prefetch(self, name: str) -> None:
-        """Nothing to read."""
+        """Does nothing: arrays are in memory."""

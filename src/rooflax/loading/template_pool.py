@@ -1,7 +1,7 @@
 """A few processes that render chat templates, and the deadline that ends them.
 
 Nothing of a template runs in this process. A worker that is late, or that ends by itself, is
-killed, reaped and replaced by the next request; the others go on meanwhile. Limits of memory are
+killed, reaped and replaced by the next request; the others continue meanwhile. Limits of memory are
 the worker's own (`template_worker`).
 """
 
@@ -76,9 +76,9 @@ class _Pool:
     ) -> dict[str, Any]:
         whole = False
         try:
-            found = json.loads(worker.ask(data, max_answer, deadline - time.monotonic()))
-            whole = not worker.late and "last" not in found
-            return found
+            answer = json.loads(worker.ask(data, max_answer, deadline - time.monotonic()))
+            whole = not worker.late and "last" not in answer
+            return answer
         except ValueError:
             raise WorkerEnded("its process answers in no JSON") from None
         finally:

@@ -368,10 +368,10 @@ def _serve(source: BinaryIO, sink: BinaryIO) -> None:
             return
         _limit_time()
         try:
-            found = json.dumps(answer(json.loads(data)), ensure_ascii=False).encode()
+            reply = json.dumps(answer(json.loads(data)), ensure_ascii=False).encode()
         except MemoryError:
-            found = _OUT_OF_MEMORY
-        write_frame(sink, found)
+            reply = _OUT_OF_MEMORY
+        write_frame(sink, reply)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint each weight is made of, by the family's table.
+"""Tensors of a checkpoint that each weight is made of, by the family's table.
 
 Every tensor is used, waived by name, or an error.
 """
@@ -35,19 +35,19 @@ NAMED_IN_ERRORS = 10
 
 
 class TensorPlan:
-    """Which tensors each slot is made of, checked before the first one is read."""
+    """Tensors of each slot, checked before the first one is read."""
 
     def __init__(
-        self, source: Source, name: str, config: Decoder, own: Mapping[str, tuple[str, ...]]
+        self, source: Source, name: str, config: Decoder, packed: Mapping[str, tuple[str, ...]]
     ):
-        self.source, self.sizes, self.own = source, config.axis_sizes, own
+        self.source, self.sizes, self.packed = source, config.axis_sizes, packed
         self.names = NameMap(set(source.names()), family(name))
         self.slots = [self._placed(slot) for slot in config.slots()]
         self._check(config)
 
     def _placed(self, slot: Slot) -> Slot:
         """The slot with the tensors that the checkpoint has of it, or most of."""
-        if slot.line.other is None or slot.name in self.own:
+        if slot.line.other is None or slot.name in self.packed:
             return slot
 
         def share(slot: Slot) -> float:
@@ -68,9 +68,9 @@ class TensorPlan:
             empty: makes what a copy is written to; None makes it anew.
         """
         slot, shape, whole = plan.slot, plan.shape, where is None
-        found = self._found(slot)
-        first = where[0] if where and any(map(self.names.is_mxfp4, found)) else slice(None)
-        parts = [self._read(hf, first) for hf in found]
+        names = self._hf_names(slot)
+        first = where[0] if where and any(map(self.names.is_mxfp4, names)) else slice(None)
+        parts = [self._read(hf, first) for hf in names]
         if where is not None:
             sizes = [len(range(*w.indices(n))) for w, n in zip(where, shape, strict=True)]
             if first != slice(None):  # these experts alone were made
@@ -95,12 +95,12 @@ class TensorPlan:
             self.source.prefetch(name)
 
     def _tensors(self, slot: Slot) -> list[str]:
-        found = [stored for hf in self._found(slot) for stored in self.names.stored(hf)]
-        return [*self.own.get(slot.name, ()), *found]
+        stored_names = [stored for hf in self._hf_names(slot) for stored in self.names.stored(hf)]
+        return [*self.packed.get(slot.name, ()), *stored_names]
 
     def is_mxfp4(self, slot: Slot) -> bool:
         """Whether a slot's tensors are MXFP4 halves in the checkpoint."""
-        return any(self.names.is_mxfp4(hf) for hf in self._found(slot))
+        return any(self.names.is_mxfp4(hf) for hf in self._hf_names(slot))
 
     def is_bfloat16(self, slot: Slot) -> bool:
         """Whether a slot's tensors are bfloat16 in the checkpoint, and so are other layers'."""
@@ -110,13 +110,13 @@ class TensorPlan:
     def _bfloat16(self) -> dict[str, bool]:
         keeps_bfloat16 = {slot.key: True for slot in self.slots}
         for slot in self.slots:
-            stored = (name for hf in self._found(slot) for name in self.names.stored(hf))
+            stored = (name for hf in self._hf_names(slot) for name in self.names.stored(hf))
             keeps_bfloat16[slot.key] &= all(
                 self.source.info(name).dtype == "BF16" for name in stored
             )
         return keeps_bfloat16
 
-    def _found(self, slot: Slot) -> list[str]:
+    def _hf_names(self, slot: Slot) -> list[str]:
         names = [self.names.find(hf) for hf in slot.hf_names]
         return [name for name in names if name is not None]
 
@@ -145,20 +145,20 @@ class TensorPlan:
 
     def _check(self, config: Decoder) -> None:
         missing, mistyped, misshapen = [], [], []
-        used = {name for names in self.own.values() for name in names}
+        used = {name for names in self.packed.values() for name in names}
         for slot in self.slots:
-            if slot.name in self.own:
+            if slot.name in self.packed:
                 continue
             for hf, wanted in zip(slot.hf_names, slot.line.hf_shapes(self.sizes), strict=True):
-                found = self.names.find(hf)
-                if found is None:
+                stored_name = self.names.find(hf)
+                if stored_name is None:
                     missing.append(f"{hf} {list(wanted)}")
                     continue
-                used.update(self.names.stored(found))
-                if wrong := self._wrong_types(found):
+                used.update(self.names.stored(stored_name))
+                if wrong := self._wrong_types(stored_name):
                     mistyped += wrong
                     continue
-                shape = self._shape(found)
+                shape = self._shape(stored_name)
                 if shape != wanted:
                     misshapen.append(f"{hf} is {list(shape)}, wanted {list(wanted)}")
         left = sorted(self.names.present - used)
@@ -194,7 +194,7 @@ class TensorPlan:
 
 
 class NameMap:
-    """Where a table's name is found: as it is, under another prefix, or as MXFP4 halves."""
+    """Names in the checkpoint: as in the table, under another prefix, or as MXFP4 halves."""
 
     def __init__(self, present: set[str], module: Any):
         self.present = present

@@ -79,15 +79,15 @@ class Tokenizer:
             folder = open_gguf(folder)
         if isinstance(folder, GGUFFile):
             self.folder = folder.path
-            found = read_gguf_tokenizer(folder)
+            contents = read_gguf_tokenizer(folder)
         else:
             self.folder = Path(folder)
-            found = _read_folder(self.folder)
+            contents = _read_folder(self.folder)
         self.response_template: Any = None
         if self.folder.is_dir():
             config = read_json_object(self.folder / "tokenizer_config.json")
             self.response_template = config.get("response_template")
-        self._tokenizer, self.special_tokens, self.chat_templates = found
+        self._tokenizer, self.special_tokens, self.chat_templates = contents
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1
         added = self._tokenizer.get_added_tokens_decoder()
@@ -181,8 +181,8 @@ class Tokenizer:
         parts = [_encoding(self._tokenizer, each, False) for each in texts]
         with _library("the tokenizer cannot encode this text"):
             if max_tokens is not None:
-                own = self._tokenizer.num_special_tokens_to_add(pair is not None)
-                lengths = _cut([len(part.ids) for part in parts], max(0, max_tokens - own))
+                num_special = self._tokenizer.num_special_tokens_to_add(pair is not None)
+                lengths = _cut([len(part.ids) for part in parts], max(0, max_tokens - num_special))
                 for part, length in zip(parts, lengths, strict=True):
                     part.truncate(length)
             first, *second = parts
@@ -193,8 +193,8 @@ class Tokenizer:
         self, text: str, *, add_special_tokens: bool = False
     ) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids as `encode` gives them, and from where to where each one's characters are."""
-        found = _encoding(self._tokenizer, text, add_special_tokens)
-        return found.ids, found.offsets
+        encoding = _encoding(self._tokenizer, text, add_special_tokens)
+        return encoding.ids, encoding.offsets
 
     def encode_plain(self, text: str) -> list[int]:
         """Token ids of a text in which nothing is special: `"<s>"` is three characters."""
@@ -271,15 +271,15 @@ class PlainTokenizer:
 
     def encode_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids as `encode` gives them, and from where to where each one's characters are."""
-        found = _encoding(self._tokenizer, text, False)
-        return self._real(found.ids), found.offsets
+        encoding = _encoding(self._tokenizer, text, False)
+        return self._real(encoding.ids), encoding.offsets
 
     def _real(self, ids: list[int]) -> list[int]:
         return [self._real_id.get(token_id, token_id) for token_id in ids]
 
 
 def lone_surrogate(text: str) -> int | None:
-    """Where a text holds half of a pair of UTF-16, which is no character; None if nowhere."""
+    """Position of a lone UTF-16 surrogate in a text; None if there is none."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -303,7 +303,7 @@ def _library(failure: str) -> Iterator[None]:
 
 
 def _cut(lengths: list[int], most: int) -> list[int]:
-    """How long texts stay: the longer one loses tokens until all fit, the last one first."""
+    """Cuts texts to fit: the longer one loses tokens first, then the last one."""
     if len(lengths) == 1:
         return [min(lengths[0], most)]
     short = min(*lengths, most // 2)
@@ -398,8 +398,8 @@ _ESCAPED_LETTER = re.compile(rb"\\u00[2-7]")
 
 
 def _normalizers(data: bytes) -> list[Any]:
-    """What a tokenizer.json may have as its normalizer, found without reading its vocabulary."""
-    found, decoder = [], json.JSONDecoder()
+    """Normalizers in a tokenizer.json, read without its vocabulary."""
+    normalizers, decoder = [], json.JSONDecoder()
     matches = list(re.finditer(rb'"normalizer"\s*:\s*(?=\{)', data))
     # Letters may be escaped, so that the key looks otherwise; then everything is read.
     if len(matches) > MAX_STEPS or _ESCAPED_LETTER.search(data):
@@ -407,21 +407,21 @@ def _normalizers(data: bytes) -> list[Any]:
     for match in matches:
         text = data[match.end() : match.end() + 2**20].decode("utf-8", "replace")
         try:
-            found.append(decoder.raw_decode(text)[0])
+            normalizers.append(decoder.raw_decode(text)[0])
         except ValueError:
             return _values_of(data, "normalizer")
-    return found
+    return normalizers
 
 
 def _values_of(data: bytes, name: str) -> list[Any]:
-    found = []
+    values = []
 
     def look(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found.extend(value for key, value in pairs if key == name)
+        values.extend(value for key, value in pairs if key == name)
         return dict(pairs)
 
     json.loads(data, object_pairs_hook=look)
-    return found
+    return values
 
 
 def _check_growth(path: Path, name: str, parts: list[Any]) -> None:
@@ -447,7 +447,7 @@ _INNER = ("normalizers", "pretokenizers", "processors", "decoders")
 
 
 def _growth(step: dict[str, Any]) -> float:
-    """How many times as long a step can make a text, from below where Unicode decides."""
+    """Lower bound of how many times longer a step can make a text."""
     if step.get("type") == "ByteLevel":
         return 2.0  # a byte beyond ASCII becomes a character of two
     if step.get("type") == "Prepend":
@@ -525,17 +525,17 @@ def _text_of(value: Any) -> str | None:
 def _special_tokens(
     config: dict[str, Any], legacy: dict[str, Any], backend: tokenizers.Tokenizer
 ) -> dict[str, str]:
-    found = {}
+    by_name = {}
     for name in SPECIAL_TOKEN_NAMES:
         text = _text_of(legacy[name] if name in legacy else config.get(name))
         if text is not None:
-            found[name] = text
-    return found or _customary_special_tokens(backend)
+            by_name[name] = text
+    return by_name or _customary_special_tokens(backend)
 
 
 def _further_special_tokens(config: dict[str, Any], legacy: dict[str, Any]) -> list[Any]:
     """Special tokens without a role here: text, or an object with flags, in transformers' order."""
-    found = [
+    tokens_listed = [
         value
         for key, value in config.items()
         if key.endswith("_token") and key not in SPECIAL_TOKEN_NAMES and isinstance(value, str)
@@ -544,17 +544,17 @@ def _further_special_tokens(config: dict[str, Any], legacy: dict[str, Any]) -> l
     stated = config.get(extra) or config.get(additional) or []
     more = legacy.get(extra) or []
     for tokens in (stated, more):
-        found += tokens.values() if isinstance(tokens, dict) else []
+        tokens_listed += tokens.values() if isinstance(tokens, dict) else []
     lists = [tokens for tokens in (stated, more) if not isinstance(tokens, dict)]
     lists += [] if stated or more else [legacy.get(additional) or []]
     for tokens in lists:
-        found += tokens if isinstance(tokens, list) else [tokens]
-    if any(_text_of(token) is None for token in found):
+        tokens_listed += tokens if isinstance(tokens, list) else [tokens]
+    if any(_text_of(token) is None for token in tokens_listed):
         raise CheckpointError(
             "tokenizer_config.json or special_tokens_map.json has extra_special_tokens that are "
             "no tokens; they must be a list of texts or an object of them"
         )
-    return found
+    return tokens_listed
 
 
 def _customary_special_tokens(backend: tokenizers.Tokenizer) -> dict[str, str]:
@@ -579,13 +579,13 @@ def _add_missing_tokens(
     for entry in special:
         text = _text_of(entry)
         if text and text not in known:
-            how = {"normalized": False, "special": True} | _flags(entry)
-            backend.add_special_tokens([AddedToken(text, **how)])
+            flags = {"normalized": False, "special": True} | _flags(entry)
+            backend.add_special_tokens([AddedToken(text, **flags)])
             known.add(text)
 
 
 def _flags(entry: Any) -> dict[str, bool]:
-    """How a token is found in a text, as far as its entry says."""
+    """Flags for matching a token in a text, as far as its entry has them."""
     names = ("lstrip", "rstrip", "single_word", "normalized", "special")
     stated = entry if isinstance(entry, dict) else {}
     return {name: stated[name] for name in names if isinstance(stated.get(name), bool)}

@@ -1,4 +1,4 @@
-"""From a checkpoint's tensors to a model's weights: one slot at a time, or one layer.
+"""Reads a checkpoint's tensors as a model's weights: one slot at a time, or one layer.
 
 Memory holds the weights made so far and those that come next: the file's pages are let go of as
 they are consumed.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,27 @@ from rooflax.ops.weights import quantized_parts
 
 DEFAULT_STORAGE = Storage()
 READERS = 2
-"""Threads that copy weights out of the file's pages; what takes memory to make is made in turn."""
+"""Threads that copy weights out of the file's pages; conversions run one at a time."""
+Empty = Callable[..., np.ndarray]
+"""Makes the array of a shape and a dtype that a weight is written to."""
+
+
+class Route(Enum):
+    """Route of a weight from the checkpoint to its device; `WeightReader` decides it once."""
+
+    COPY = "its tensors' numbers, copied"
+    PAIR = "bfloat16 numbers, copied and packed in pairs"
+    PACKED = "quantized arrays of our own, copied"
+    REPACK = "the checkpoint's own codes, packed as kernels read them"
+    CONVERT = "numbers dequantized, quantized or both"
+    SPLIT = "the parts of a mesh's devices, copied or quantized"
+    SPLIT_CODES = "the codes of the parts of a mesh's devices"
+
+
+AHEAD = {Route.COPY, Route.PAIR}
+"""Read by threads when a whole model is loaded; the others take memory beyond their own."""
+AHEAD_IN_LAYER = {Route.COPY, Route.PACKED}
+"""The same of an offloaded layer, whose arena has room for every weight once."""
 
 
 class WeightReader:
@@ -39,15 +60,16 @@ class WeightReader:
     Args:
         source: the checkpoint's tensors.
         name: the family.
-        storage: at which width each weight is kept.
+        storage: the width at which each weight is kept.
         check: reject weights that hold NaN or infinity.
-        place: reads of each slot what devices of a mesh hold, and puts it there.
-        prequantized: gives the slots of `storage.prequantized`.
-        own: by slot, tensors of ours that hold it packed, in place of the table's.
+        place: splits each weight over the devices of a mesh.
+        prequantized: packs the slots of `storage.prequantized`.
+        packed: by slot, the names of our own tensors that hold it packed, in place of the table's.
 
     Attributes:
         slots: all of them, those outside the layers first.
-        plans: what becomes of each, by its name.
+        plans: by a slot's name, what its weight becomes in memory.
+        routes: by a slot's name, how its weight gets there.
 
     Raises:
         CheckpointError: tensors missing, superfluous, of another shape, or of a type that is no
@@ -64,12 +86,12 @@ class WeightReader:
         check: bool = False,
         place: Placer | None = None,
         prequantized: Prequantized | None = None,
-        own: Mapping[str, tuple[str, ...]] | None = None,
+        packed: Mapping[str, tuple[str, ...]] | None = None,
     ):
-        self._tensors = TensorPlan(source, name, config, own or {})
+        self._tensors = TensorPlan(source, name, config, packed or {})
         self._config, self._check = config, check
         self._place, self._prequantized = place, prequantized
-        self._readers = ThreadPoolExecutor(READERS, "layers")  # of offloaded layers
+        self._readers = ThreadPoolExecutor(READERS, "weights")
         self.slots, shards = self._tensors.slots, place and place.shards
         self.plans = {
             slot.name: storage.of(
@@ -77,15 +99,28 @@ class WeightReader:
             )
             for slot in self.slots
         }
+        self.routes = {slot.name: self._route(slot) for slot in self.slots}
+
+    def _route(self, slot: Slot) -> Route:
+        plan = self.plans[slot.name]
+        if self._place is not None:
+            return Route.SPLIT_CODES if plan.is_prequantized else Route.SPLIT
+        if plan.is_prequantized:
+            return Route.PACKED if slot.name in self._tensors.packed else Route.REPACK
+        if plan.format is not None or self._tensors.is_mxfp4(slot):
+            return Route.CONVERT
+        return Route.PAIR if plan.is_paired else Route.COPY
 
     def num_bytes(self, slot: Slot) -> int:
-        """What a weight takes on its device."""
+        """The bytes of a weight on its device."""
         return self.plans[slot.name].num_bytes()
 
+    def _of_layer(self, index: int) -> list[Slot]:
+        return [slot for slot in self.slots if slot.layer == index]
+
     def arena_bytes(self, index: int) -> int:
-        """What `layer` takes of an `Arena`: three arrays at most for each weight's part."""
-        found = [slot for slot in self.slots if slot.layer == index]
-        plans = [self.plans[slot.name] for slot in found]
+        """The bytes of an `Arena` for `layer`: three arrays at most for each weight's part."""
+        plans = [self.plans[slot.name] for slot in self._of_layer(index)]
         arrays = 3 * sum(len(plan.parts()) if plan.format else 1 for plan in plans)
         return sum(arena_bytes(plan.num_bytes()) for plan in plans) + arrays * ALIGNMENT
 
@@ -102,25 +137,13 @@ class WeightReader:
                 only copied.
         """
 
-        def row(slot: Slot) -> Callable[..., np.ndarray] | None:
+        def read(slot: Slot) -> Callable[[], Any]:
             if stacks is None or slot.layer is None:
-                return None
-            return partial(stacks.empty, slot)
+                return partial(self._read, slot)
+            return partial(self._read, slot, _as_it_is, partial(stacks.empty, slot))
 
-        def copied(slot: Slot) -> Any:
-            if not self._is_copied(slot):
-                return None
-            plan = self.plans[slot.name]
-            if plan.is_paired:
-                return plan.keep(self._read(slot), _as_it_is)
-            return self._read(slot, row(slot))
-
-        for slot, leaf in _ahead(copied, slots):
-            in_stack = row(slot) is not None
-            if leaf is None:
-                yield slot, self._made(slot, _as_it_is if in_stack else None)
-            else:
-                yield slot, leaf if in_stack else jax.device_put(leaf)
+        for slot, leaf in self._ahead(slots, read, AHEAD):
+            yield slot, leaf
             self._tensors.release(slot)
             if progress:
                 progress(self.num_bytes(slot))
@@ -148,79 +171,80 @@ class WeightReader:
         Args:
             arena: cleared, then holds them on a CPU device; None leaves that to the device.
         """
+        slots, put, empty = self._of_layer(index), None, None
         if arena is not None:
             arena.clear()
-        found = [slot for slot in self.slots if slot.layer == index]
-        for slot in found:
+            put, empty = arena.put, arena.empty
+        for slot in slots:
             self._tensors.prefetch(slot)
-        copies = list(self._readers.map(lambda slot: self._streamed_copy(slot, arena), found))
-        put = arena.put if arena else None
+
+        def read(slot: Slot) -> Callable[[], Any]:
+            is_copied = self.routes[slot.name] is Route.COPY
+            return partial(self._read, slot, None if is_copied else put, empty, check=False)
+
         layer: dict[str, Any] = {}
-        for slot, leaf in zip(found, copies, strict=True):
-            layer[slot.key] = self._made(slot, put, check=False) if leaf is None else leaf
+        for slot, leaf in self._ahead(slots, read, AHEAD_IN_LAYER):
+            layer[slot.key] = leaf
             self._tensors.release(slot)
         jax.block_until_ready(layer)
-        if any(leaf is None for leaf in copies):  # packing left something behind
-            give_back_freed()
+        if any(self.routes[slot.name] not in AHEAD_IN_LAYER for slot in slots):
+            give_back_freed()  # what packing left behind
         return layer
 
-    def _streamed_copy(self, slot: Slot, arena: Arena | None) -> Any:
-        """The weight of a slot that is only copied; None of one that takes memory to make."""
-        if slot.name in self._tensors.own:
-            return self._made(slot, arena.put if arena else None, check=False)
-        if not self._is_copied(slot) or self.plans[slot.name].is_paired:
-            return None
-        empty = arena.empty if arena else None
-        return jax.device_put(self._tensors.read(self.plans[slot.name], empty=empty))
-
-    def _is_copied(self, slot: Slot) -> bool:
-        """Whether a weight is its tensors' numbers, whole, and takes no memory beyond its own."""
-        plain = self.plans[slot.name].format is None and not self._tensors.is_mxfp4(slot)
-        return plain and self._place is None
+    def _ahead(
+        self, slots: Iterable[Slot], read: Callable[[Slot], Callable[[], Any]], routes: set[Route]
+    ) -> Iterator[tuple[Slot, Any]]:
+        """Each slot's weight in order; threads are a little ahead with those of `routes`."""
+        waiting: deque[tuple[Slot, Callable[[], Any]]] = deque()
+        for slot in slots:
+            ahead = self.routes[slot.name] in routes
+            waiting.append((slot, self._readers.submit(read(slot)).result if ahead else read(slot)))
+            if len(waiting) > READERS:
+                first, wait = waiting.popleft()
+                yield first, wait()
+        for slot, wait in waiting:
+            yield slot, wait()
 
     def _read(
-        self, slot: Slot, empty: Callable[..., np.ndarray] | None = None, where: Where | None = None
+        self, slot: Slot, put: Put | None = None, empty: Empty | None = None, *, check: bool = True
+    ) -> Any:
+        """A weight by its route, where `put` puts it; None is on the device.
+
+        Args:
+            empty: makes the array that numbers are copied to.
+        """
+        plan, check = self.plans[slot.name], check and self._check
+        keyword = {} if put is None else {"put": put}
+        match self.routes[slot.name]:
+            case Route.SPLIT:
+                assert self._place is not None
+                return self._place(plan, lambda where: self._numbers(slot, where, check=check))
+            case Route.SPLIT_CODES:
+                assert self._place is not None
+                assert self._prequantized is not None
+                parts = PrequantizedParts(self._prequantized, plan, check)
+                return self._place(plan, parts.rows, parts.keep)
+            case Route.PACKED | Route.REPACK:
+                assert self._prequantized is not None
+                leaf = self._prequantized.packed(slot, **keyword)
+                for part in quantized_parts(leaf) if check else ():
+                    check_scales(slot, part.format, np.asarray(part.scales))
+                return leaf
+            case Route.COPY:
+                return plan.keep(self._numbers(slot, None, empty, check=check), **keyword)
+        return plan.keep(self._numbers(slot, check=check), **keyword)
+
+    def _numbers(
+        self, slot: Slot, where: Where | None = None, empty: Empty | None = None, *, check: bool
     ) -> np.ndarray:
-        """A weight's numbers, or a part of them, checked."""
+        """A weight's numbers, or a part of them."""
         plan = self.plans[slot.name]
         array = self._tensors.read(plan, where, empty)
-        if self._check:
+        if check:
             check_finite(slot, array, plan.format)
         return array
-
-    def _made(self, slot: Slot, put: Put | None = None, *, check: bool = True) -> Any:
-        """A weight on the device, or where `put` puts it."""
-        plan, place = self.plans[slot.name], self._place
-        how = {} if put is None else {"put": put}
-        if plan.is_prequantized:
-            assert self._prequantized is not None
-            if place is not None:
-                parts = PrequantizedParts(self._prequantized, plan, self._check)
-                return place(plan, parts.rows, parts.keep)
-            leaf = self._prequantized.packed(slot, **how)
-            if check and self._check:
-                for part in quantized_parts(leaf):
-                    check_scales(slot, part.format, np.asarray(part.scales))
-            return leaf
-        if place is not None:
-            return place(plan, lambda where: self._read(slot, where=where))
-        return plan.keep(self._read(slot) if check else self._tensors.read(plan), **how)
 
 
 def _as_it_is(array: np.ndarray) -> np.ndarray:
     """A packed array where it lies: it is copied into its row next."""
     return array
-
-
-def _ahead(read: Callable[[Slot], Any], found: Iterable[Slot]) -> Iterator[tuple[Slot, Any]]:
-    """What is read of each slot, in order, by threads that are a little ahead."""
-    with ThreadPoolExecutor(READERS) as pool:
-        waiting: deque[tuple[Slot, Future]] = deque()
-        for slot in found:
-            waiting.append((slot, pool.submit(read, slot)))
-            if len(waiting) > READERS:
-                first, array = waiting.popleft()
-                yield first, array.result()
-        while waiting:
-            first, array = waiting.popleft()
-            yield first, array.result()

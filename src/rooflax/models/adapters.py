@@ -105,7 +105,7 @@ def targets(name: str, config: Decoder) -> dict[str, Target]:
     Args:
         name: the family.
     """
-    found: dict[str, Target] = {}
+    by_name: dict[str, Target] = {}
     prefixes: tuple[str, ...] = getattr(family(name), "HF_PREFIXES", ("model.", ""))
     sizes = config.axis_sizes
 
@@ -119,7 +119,7 @@ def targets(name: str, config: Decoder) -> dict[str, Target]:
             bare = (t.removesuffix(".weight").removeprefix(prefixes[0]) for t in tensors)
             names = tuple(prefix + module for module in bare for prefix in prefixes)
             outputs = math.prod(shape) // inputs
-            found[names[0]] = Target(placed, index, inputs, outputs, names, is_usual)
+            by_name[names[0]] = Target(placed, index, inputs, outputs, names, is_usual)
 
     for slot in config.slots():
         lines = [line for line in slot.line.places if _is_adaptable(line)]
@@ -132,8 +132,8 @@ def targets(name: str, config: Decoder) -> dict[str, Target]:
     if head is not None and config.has_head:
         outer = dict.fromkeys(prefix.removesuffix("model.") for prefix in prefixes if prefix)
         names = HEAD, *(prefix + HEAD for prefix in outer if prefix)
-        found[HEAD] = Target(head, 0, config.hidden_size, config.vocab_size, names)
-    return found
+        by_name[HEAD] = Target(head, 0, config.hidden_size, config.vocab_size, names)
+    return by_name
 
 
 def _is_adaptable(line: WeightLine) -> bool:
@@ -152,8 +152,8 @@ def _keeps_inputs(layout: TensorLayout) -> bool:
 
 @cache
 def output_order(layout: TensorLayout, out_shape: Shape) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Where a weight's outputs come from: per output of ours its number among those of the
-    checkpoint's tensors, one tensor after the other; and how many each tensor has."""
+    """Order of a weight's outputs: for each its number among those of the checkpoint's tensors, one
+    tensor after the other; and the size of each tensor."""
     shapes = layout.hf_shapes((1,), out_shape)
     sizes = tuple(math.prod(shape) for shape in shapes)
     ends = np.cumsum(sizes)
@@ -210,16 +210,16 @@ def by_slot(
         CheckpointError: they name a fused layer and parts of it.
     """
     known = targets(name, config)
-    found: dict[Place, tuple[Target, dict[int, LowRank]]] = {}
+    pieces: dict[Place, tuple[Target, dict[int, LowRank]]] = {}
     for module, part in adapters.items():
         target = known[module]
-        one, parts = found.setdefault((target.slot.layer, target.slot.key), (target, {}))
+        one, parts = pieces.setdefault((target.slot.layer, target.slot.key), (target, {}))
         if one.slot.line != target.slot.line:
             raise CheckpointError(
                 f"The adapter changes {one.module} and {module}, which name the same weights."
             )
         parts[target.index] = part
-    return {key: (one, dict(sorted(parts.items()))) for key, (one, parts) in found.items()}
+    return {key: (one, dict(sorted(parts.items()))) for key, (one, parts) in pieces.items()}
 
 
 def adapted(model: Model, adapters: Adapters) -> Model:
@@ -259,9 +259,11 @@ def banked(model: Model, banks: Sequence[Adapters], modules: Collection[str], ra
         lines.setdefault((target.slot.layer, target.slot.key), []).append(target)
     each = [by_slot(name, config, one) for one in banks]
     made: dict[Place, Matrices] = {}
-    for at, own in lines.items():
-        width = rank * len(own)
-        inner, outer = own[0].inputs, math.prod(own[0].slot.line.in_out_shape(config.axis_sizes)[1])
+    for at, group in lines.items():
+        width = rank * len(group)
+        first = group[0]
+        out_shape = first.slot.line.in_out_shape(config.axis_sizes)[1]
+        inner, outer = first.inputs, math.prod(out_shape)
         rows, columns = [], []
         for bank in each:
             a, b = np.zeros((inner, width), np.float32), np.zeros((width, outer), np.float32)
@@ -273,7 +275,7 @@ def banked(model: Model, banks: Sequence[Adapters], modules: Collection[str], ra
             rows.append(a)
             columns.append(b)
         made[at] = np.concatenate(rows, axis=1), np.concatenate(columns, axis=0), None
-    places = {at: own[0] for at, own in lines.items()}
+    places = {at: group[0] for at, group in lines.items()}
     weights = _placed(config, model.weights, made, places, slots=len(banks))
     return replace(model, weights=jax.tree.map(_on_device, weights))
 
@@ -294,10 +296,10 @@ def _placed(
         key: (target.slot.line.in_out_shape(config.axis_sizes), target.is_head)
         for (_, key), target in places.items()
     }
-    found = dict(weights)
-    for (layer, key), own in made.items():
+    placed = dict(weights)
+    for (layer, key), lines in made.items():
         if layer is None:
-            found[key] = _adapted(weights[key], [own], *shapes[key], config, stacked=False)
+            placed[key] = _adapted(weights[key], [lines], *shapes[key], config, stacked=False)
     stacked = "stacked_layers" in weights
     groups = weights["stacked_layers" if stacked else "layers"]
     period = len(groups)
@@ -307,12 +309,12 @@ def _placed(
         new = dict(group)
         for key in group:
             each = [made.get((row, key)) for row in rows]
-            if any(own is not None for own in each):
+            if any(lines is not None for lines in each):
                 one = _adapted(group[key], each, *shapes[key], config, stacked=stacked)
                 new[key] = replace(one, slots=slots)
         layers.append(new)
-    found["stacked_layers" if stacked else "layers"] = tuple(layers)
-    return found
+    placed["stacked_layers" if stacked else "layers"] = tuple(layers)
+    return placed
 
 
 def _adapted(
@@ -330,18 +332,18 @@ def _adapted(
         shape = (config.hidden_size,), (config.vocab_size,)
     if isinstance(base, Adapted) and base.slots:  # others take their place
         base = base.base
-    known = [own for own in each if own is not None]
+    known = [pair for pair in each if pair is not None]
     xp = namespace(known[0][0])
     rank = max(a.shape[1] for a, _, _ in known)
     inner, outer = math.prod(shape[0]), math.prod(shape[1])
     has_columns = any(columns is not None for _, _, columns in known)
 
     def filled() -> Iterator[tuple[Any, Any, Any]]:
-        for own in each:
-            if own is None:
+        for pair in each:
+            if pair is None:
                 yield xp.zeros((inner, rank), np.float32), xp.zeros((rank, outer), np.float32), None
                 continue
-            a, b, columns = own
+            a, b, columns = pair
             short = rank - a.shape[1]
             yield xp.pad(a, ((0, 0), (0, short))), xp.pad(b, ((0, short), (0, 0))), columns
 
@@ -349,7 +351,7 @@ def _adapted(
     columns: Any = None
     if has_columns:
         ones = np.ones(outer, np.float32)
-        columns = np.stack([ones if own is None else own for *_, own in rows])
+        columns = np.stack([ones if pair is None else pair for *_, pair in rows])
     a, b = (xp.stack([row[part] for row in rows]) for part in (0, 1))
     if not stacked:
         a, b, columns = a[0], b[0], None if columns is None else columns[0]

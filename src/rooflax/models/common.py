@@ -60,7 +60,7 @@ def read_attention(
     """
     num_heads = reader.size("num_attention_heads")
     hidden_size = reader.size("hidden_size")
-    absent = num_heads if reader.given("num_key_value_heads") else kv_heads or num_heads
+    absent = num_heads if reader.has("num_key_value_heads") else kv_heads or num_heads
     num_kv_heads = reader.size("num_key_value_heads", absent)
     if num_heads % num_kv_heads:
         raise CheckpointError(
@@ -152,7 +152,7 @@ def read_mlp(
 
 
 def read_experts(reader: ConfigReader, key: str, absent: int, chosen: int) -> tuple[int, int]:
-    """How many experts there are, and how many a token has.
+    """Number of experts, and of those per token.
 
     Args:
         key: of the first.
@@ -239,7 +239,7 @@ def write_decoder(decoder: Decoder, model_type: str, architecture: str) -> dict[
 
 
 def rotary_share(decoder: Decoder) -> dict[str, float]:
-    """What part of a head RoPE turns, also where that is all."""
+    """Share of a head that RoPE rotates, also if that is all of it."""
     rope = decoder.ropes[0] if decoder.ropes else Rope(10_000.0)
     return {"partial_rotary_factor": (rope.dim or decoder.head_dim) / decoder.head_dim}
 

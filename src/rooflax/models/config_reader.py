@@ -1,6 +1,6 @@
 """Reading config.json as a closed world: every key is read, waived by name, or an error.
 
-A key that nobody reads might change the numbers; to ignore it silently would make the model
+An unread key might change the numbers; to ignore it silently would make the model
 wrong without a word. This module knows JSON values and error messages, not architectures.
 """
 
@@ -61,7 +61,7 @@ MISSING = object()
 
 
 class ConfigReader:
-    """config.json, read key by key; `finish` rejects what nobody read. A null is absence.
+    """config.json, read key by key; `finish` rejects unread keys. A null is absence.
 
     Args:
         ignore: keys (or patterns) to waive; one of an object within may be named with its path, as
@@ -117,16 +117,16 @@ class ConfigReader:
 
     def rename(self, keys: Mapping[str, str]) -> None:
         """Reads keys by other names: a family's own by those that others have for them."""
-        for name, own in keys.items():
-            if own in self._raw:
-                self._raw[name] = self._raw.pop(own)
+        for name, theirs in keys.items():
+            if theirs in self._raw:
+                self._raw[name] = self._raw.pop(theirs)
 
     def assume(self, **defaults: Any) -> None:
         """Values of keys that are absent or null: a family's own, which its files leave out."""
-        given = {key: value for key, value in self._raw.items() if value is not None}
-        self._raw = self._raw | defaults | given
+        stated = {key: value for key, value in self._raw.items() if value is not None}
+        self._raw = self._raw | defaults | stated
 
-    def given(self, key: str) -> bool:
+    def has(self, key: str) -> bool:
         """Whether the key is there, null or not: some families take an absent one for another."""
         return key in self._raw
 
@@ -202,7 +202,8 @@ class ConfigReader:
         *,
         scales_queries: bool = False,
     ) -> Rope:
-        """From `rope_theta` + `rope_scaling` or from `rope_parameters`, whose theta goes first.
+        """RoPE from `rope_theta` and `rope_scaling`, or from `rope_parameters`, whose theta has
+        priority.
 
         Args:
             partial: the share of dimensions that turn where config.json has none; None is all, and
@@ -259,20 +260,20 @@ class ConfigReader:
         Raises:
             CheckpointError: they do not.
         """
-        found = []
+        stated = []
         for key in ("rope_scaling", "rope_parameters"):
             value = self.get(key, None)
             if value is not None and not isinstance(value, dict):
                 raise CheckpointError(
                     f"config.json has {key} = {value!r:.80}; it must be an object."
                 )
-            found += [value] if value else []
-        if len(found) == 2:
+            stated += [value] if value else []
+        if len(stated) == 2:
             theta = self.get("rope_theta", default_theta)
             legacy, modern = (
                 {"rope_type": rope.get("type", "default"), "rope_theta": theta}
                 | {key: value for key, value in rope.items() if key != "type"}
-                for rope in found
+                for rope in stated
             )
             differ = sorted(k for k in legacy | modern if legacy.get(k) != modern.get(k))
             if differ:
@@ -280,7 +281,7 @@ class ConfigReader:
                     f"config.json's rope_scaling and rope_parameters differ in {differ[0]!r:.80}; "
                     f"keep one."
                 )
-        return dict(found[0]) if found else {}
+        return dict(stated[0]) if stated else {}
 
     def _rope_scaling(self, rope: dict[str, Any], dim: int) -> RopeScaling | None:
         named = (rope.pop("rope_type", None), rope.pop("type", None))
@@ -327,16 +328,16 @@ class ConfigReader:
             attention = math.sqrt(1 + math.log(factor) / math.log(original)) if long else 1.0
         both = []
         for key in ("short_factor", "long_factor"):
-            found = rope.get(key)
-            if not isinstance(found, list) or len(found) != dim // 2:
+            factors = rope.get(key)
+            if not isinstance(factors, list) or len(factors) != dim // 2:
                 raise CheckpointError(
-                    f"config.json has rope_scaling.{key} = {found!r:.80}; it must be a list of a "
+                    f"config.json has rope_scaling.{key} = {factors!r:.80}; it must be a list of a "
                     f"number for each of {dim // 2} frequencies."
                 )
-            both.append(tuple(self._positive(f"rope_scaling.{key}", x) for x in found))
+            both.append(tuple(self._positive(f"rope_scaling.{key}", x) for x in factors))
         attention = self._positive("rope_scaling.attention_factor", attention)
-        how = {"attention_factor": attention, "short_factor": both[0], "long_factor": both[1]}
-        return RopeScaling("longrope", factor, original, **how)
+        values = {"attention_factor": attention, "short_factor": both[0], "long_factor": both[1]}
+        return RopeScaling("longrope", factor, original, **values)
 
     def _scaling_values(self, kind: str, rope: dict[str, Any]) -> RopeScaling:
         def number(key: str, default: float | None = None) -> float:
@@ -371,12 +372,12 @@ class ConfigReader:
                 f"config.json has rope_scaling.truncate = {truncate!r:.80}; it must be true or "
                 f"false."
             )
-        given = {}
+        values = {}
         for key in ("attention_factor", "mscale", "mscale_all_dim"):
             if rope.get(key) is not None:
                 zero = key != "attention_factor"  # an mscale of 0 counts as absent
                 name = f"rope_scaling.{key}"
-                given[key] = self._positive(name, rope[key], or_zero=zero, most=MOST)
+                values[key] = self._positive(name, rope[key], or_zero=zero, most=MOST)
         fast, slow = number("beta_fast", 32.0), number("beta_slow", 1.0)
         if not 1e-6 <= slow < fast <= 1e6:
             raise CheckpointError(
@@ -390,7 +391,7 @@ class ConfigReader:
             beta_fast=fast,
             beta_slow=slow,
             truncate=truncate,
-            attention_factor=_yarn_attention_factor(factor, given),
+            attention_factor=_yarn_attention_factor(factor, values),
         )
 
     def _original_length(self, value: Any, default: int | None) -> int:
@@ -490,14 +491,14 @@ _ROPE_KEYS = {
 }  # fmt: skip
 
 
-def _yarn_attention_factor(factor: float, given: Mapping[str, float]) -> float:
+def _yarn_attention_factor(factor: float, values: Mapping[str, float]) -> float:
     """0.1 ln(factor) + 1, or what the config gives (transformers, modeling_rope_utils.py)."""
-    if "attention_factor" in given:
-        return given["attention_factor"]
+    if "attention_factor" in values:
+        return values["attention_factor"]
 
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    if given.get("mscale") and given.get("mscale_all_dim"):
-        return mscale(given["mscale"]) / mscale(given["mscale_all_dim"])
+    if values.get("mscale") and values.get("mscale_all_dim"):
+        return mscale(values["mscale"]) / mscale(values["mscale_all_dim"])
     return mscale(1.0)

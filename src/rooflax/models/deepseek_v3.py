@@ -41,7 +41,7 @@ TINY = latent.TINY | {
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
-    if not reader.given("num_key_value_heads"):
+    if not reader.has("num_key_value_heads"):
         reader.assume(num_key_value_heads=128)
     reader.assume(**DEFAULTS)
     reader.expect("scoring_func", "sigmoid")

@@ -1,4 +1,4 @@
-"""What the encoders share: attention both ways, a norm of each sum, BERT's keys and names.
+"""Parts of all encoders: bidirectional attention, a norm of each sum, BERT's keys and names.
 
 Their forward pass is the decoders' own (`nn.decoder`), with other options.
 """
@@ -12,7 +12,7 @@ from typing import Any
 from rooflax.errors import CheckpointError
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
-from rooflax.nn.decoder import Decoder, Names
+from rooflax.nn.decoder import Decoder, TensorNames
 from rooflax.nn.parts import Layer, Mlp
 from rooflax.nn.weights import StoredAs
 from rooflax.nn.wiring import OUTER, NormKind
@@ -55,8 +55,8 @@ TANH_HEAD = ScoreHead((("classifier.dense", "Tanh"), ("classifier.out_proj", "Id
 
 def bert_names(
     prefix: str, layer: str = "encoder.layer.{i}", **others: str | tuple[str, ...]
-) -> Names:
-    """Where checkpoints keep weights and biases.
+) -> TensorNames:
+    """Names of weights and biases in checkpoints.
 
     Args:
         others: names other than BERT's, by the table's key with "__" for a dot; a layer's within
@@ -68,7 +68,7 @@ def bert_names(
         "token_type": "embeddings.token_type_embeddings",
         "embed_norm": "embeddings.LayerNorm",
     }
-    own = {
+    within_layer = {
         "attn.qkv": tuple(f"attention.self.{part}" for part in ("query", "key", "value")),
         "attn.o": "attention.output.dense",
         "attn.post_norm": "attention.output.LayerNorm",
@@ -77,14 +77,14 @@ def bert_names(
         "mlp.post_norm": "output.LayerNorm",
     }
     changed = {key.replace("__", "."): name for key, name in others.items()}
-    within = own | {k: v for k, v in changed.items() if "." in k}
+    within = within_layer | {k: v for k, v in changed.items() if "." in k}
     places = {key: prefix + name for key, name in (top | _without_dots(changed)).items()}
     places |= {f"layers.{{i}}.{key}": _below(prefix + layer, name) for key, name in within.items()}
     stored = []
     for key, name in places.items():
         for ending, end in (("", "weight"), ("_bias", "bias")):
             stored.append((key + ending, StoredAs(_ended(name, end))))
-    return Names(tuple(stored))
+    return TensorNames(tuple(stored))
 
 
 def _without_dots(names: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def _ended(name: str | tuple[str, ...], end: str) -> str | tuple[str, ...]:
 
 def read_encoder(
     reader: ConfigReader,
-    names: Names,
+    names: TensorNames,
     *,
     defaults: Mapping[str, Any] = BASE,
     act: str = "hidden_act",

@@ -18,11 +18,11 @@ TINY = common.tiny(tie_word_embeddings=True)
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
     bias = reader.flag("use_bias", False)
-    sizes = {"kv_heads": 2, "head_dim": None if reader.given("head_dim") else 128}
+    sizes = {"kv_heads": 2, "head_dim": None if reader.has("head_dim") else 128}
     parts = {"theta": 500_000.0, "interleaved": True, "qkv_bias": bias, "output_bias": bias}
     attention = common.read_attention(reader, norm_eps=1e-5, **sizes, **parts)
-    how = {"max_position": 131_072, "tied_embeddings": True}
-    return common.read_dense(reader, attention, mlp_bias=bias, **how)
+    defaults = {"max_position": 131_072, "tied_embeddings": True}
+    return common.read_dense(reader, attention, mlp_bias=bias, **defaults)
 
 
 def config_to_hf(decoder: Decoder) -> dict[str, Any]:

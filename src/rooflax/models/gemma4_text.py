@@ -21,7 +21,7 @@ from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec, Metadata, MetadataReader, Raw, write_local_theta
 from rooflax.models.gguf_changes import KEEP
 from rooflax.models.gguf_names import COMMON, POST_NORM
-from rooflax.nn.decoder import Decoder, Names
+from rooflax.nn.decoder import Decoder, TensorNames
 from rooflax.nn.parts import Attention, Layer, Mlp, Moe
 from rooflax.nn.per_layer import PerLayer
 from rooflax.nn.rope import Rope, RopeScaling
@@ -39,7 +39,7 @@ SKIPPED = (
 )
 """Tensors of layers that attend to another layer's keys and values."""
 LAYER, LINE = "model.layers.{i}", "layers.{i}.mlp"
-EXPERTS = Names(
+EXPERTS = TensorNames(
     (
         (f"{LINE}.norm", StoredAs(f"{LAYER}.pre_feedforward_layernorm_2.weight")),
         (f"{LINE}.router", StoredAs(f"{LAYER}.router.proj.weight")),
@@ -78,19 +78,19 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
     kinds = [*kinds[:-1], "full_attention"]
     attentions = _read_attentions(reader, kinds)
     norm = attentions["full_attention"].norm
-    own = count - reader.size("num_kv_shared_layers", 0, least=0, most=count - 1)
-    if missing := set(kinds[own:]) - set(kinds[:own]):
+    split = count - reader.size("num_kv_shared_layers", 0, least=0, most=count - 1)
+    if missing := set(kinds[split:]) - set(kinds[:split]):
         raise CheckpointError(
-            f"config.json has num_kv_shared_layers = {count - own} of {count} layers, which leave "
-            f"none of type {missing.pop()} with keys and values of its own."
+            f"config.json has num_kv_shared_layers = {count - split} of {count} layers, which "
+            f"leave none of type {missing.pop()} with keys and values of its own."
         )
     activation = reader.choice("hidden_activation", tuple(ACTIVATIONS), "gelu_pytorch_tanh")
     network, shared = _read_networks(reader, norm, activation)
     per_layer = _read_per_layer(reader, norm, activation, count)
     layers = []
     for index, kind in enumerate(kinds):
-        attention = replace(attentions[kind], reuses_kv=index >= own)
-        mlp = shared if index >= own else network
+        attention = replace(attentions[kind], reuses_kv=index >= split)
+        mlp = shared if index >= split else network
         layers.append(Layer(attention, mlp, per_layer=per_layer, scaled=True))
     cap = "final_logit_softcapping"
     decoder = common.read_decoder(reader, layers, max_position=131_072, tied_embeddings=True)
@@ -100,7 +100,7 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
         decoder,
         embed_scale=decoder.hidden_size**0.5,
         logit_cap=reader.number(cap) if reader.get(cap, None) is not None else None,
-        names=EXPERTS if decoder.moe else Names(),
+        names=EXPERTS if decoder.moe else TensorNames(),
     )
 
 
@@ -109,7 +109,7 @@ def _default_kind(index: int) -> str:
 
 
 def _read_attentions(reader: ConfigReader, kinds: Sequence[str]) -> dict[str, Attention]:
-    """By type of layer."""
+    """Attentions by type of layer."""
     parts = common.read_biases(reader) | {"wiring": SANDWICH, "theta": None, "scale": 1.0}
     local = common.read_attention(reader, norm_eps=1e-6, v_norm=True, **parts)
     local = replace(local, qk_norm=local.norm.eps, window=reader.size("sliding_window", 512))
@@ -165,7 +165,7 @@ def _read_full_heads(
 def _read_networks(
     reader: ConfigReader, norm: NormKind, activation: str
 ) -> tuple[Mlp | Moe, Mlp | Moe]:
-    """Of layers with keys and values of their own, and of the others."""
+    """Networks of layers with their own keys and values, and of the others."""
     has_experts, is_wide = reader.flag("enable_moe_block", False), "use_double_wide_mlp"
     key = "dense_mlp" if has_experts else "mlp"
     dense = Mlp(reader.size("intermediate_size"), norm, activation, key=key, wiring=SANDWICH)
@@ -244,8 +244,8 @@ def _read_gguf_layers(reader: MetadataReader) -> Raw:
         raw["num_global_key_value_heads"] = by_kind.get(False, heads[-1])
     if widths:
         first, last, shared = widths[0], widths[-1], reader.get("attention.shared_kv_layers", 0)
-        own = len(widths) - shared if type(shared) is int else 0
-        wanted = [last if i >= own else first for i in range(len(widths))]
+        split = len(widths) - shared if type(shared) is int else 0
+        wanted = [last if i >= split else first for i in range(len(widths))]
         reader.check_layers("feed_forward_length", widths, wanted)
         raw["intermediate_size"] = first
         raw["use_double_wide_mlp"] = last != first
@@ -279,20 +279,20 @@ def _write_gguf(decoder: Decoder, raw: Raw) -> Metadata:
         ],
     }  # fmt: skip
     if raw["use_double_wide_mlp"]:
-        own = len(windows) - raw["num_kv_shared_layers"]
+        split = len(windows) - raw["num_kv_shared_layers"]
         written["feed_forward_length"] = [
-            width if index < own else 2 * width for index in range(len(windows))
+            width if index < split else 2 * width for index in range(len(windows))
         ]
     return written
 
 
 def _lacks_sharing(decoder: Decoder) -> str | None:
-    """Of which layers llama.cpp takes keys and values otherwise."""
+    """Names the layers whose keys and values llama.cpp shares otherwise."""
     attentions = [layer.attention for layer in decoder.layers]
-    own = [attention.window is not None for attention in attentions if not attention.reuses_kv]
-    if not any(own):
+    cut = [attention.window is not None for attention in attentions if not attention.reuses_kv]
+    if not any(cut):
         return "without a window"
-    if len(own) < len(attentions) and own[-2:] != [True, False]:
+    if len(cut) < len(attentions) and cut[-2:] != [True, False]:
         return (
             "whose last two layers with keys and values of their own are not one with a window "
             "and then one without"

@@ -1,7 +1,7 @@
 """Declaration of a family's GGUF files, and the reader of their metadata.
 
 Each family's file has one declaration, `GGUF`: metadata keys, tensor names, what llama.cpp computes
-of it. The metadata is a closed world as config.json is: a key of the architecture that nobody reads
+of it. The metadata is a closed world as config.json is: an unread key of the architecture
 is an error that names it. llama3's RoPE scaling, which such files keep as a tensor of divisors, is
 recovered as the numbers that it was made from.
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.models.common import MOST_LAYERS, layer_types
-from rooflax.models.gguf_names import COMMON, Table
+from rooflax.models.gguf_names import COMMON, NameTable
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.rope import LEAST, MOST, Rope, inverse_frequencies
 
@@ -106,12 +106,12 @@ class GGUFSpec:
             of a model and the names of the file's tensors, none of a file that is written.
         adds_one: the converter adds one to norms.
         permuted: the converter permutes rows of q and k, in layers without RoPE too.
-        square: llama.cpp wants heads as wide as the hidden states together.
+        square: llama.cpp requires heads as wide as the hidden states together.
         tied: whether llama.cpp takes the embedding for the head (False: not without a head's own
             tensor); None is both.
         output_bias, mlp_bias: llama.cpp adds such biases.
         ignores_window: llama.cpp reads the window, which is of all layers, and does not apply it.
-        lists_merges: llama.cpp wants SentencePiece tokenizers with a list of merges.
+        lists_merges: llama.cpp requires SentencePiece tokenizers with a list of merges.
         lacks: what else llama.cpp does not compute of a model ("whose ..."), None where it does.
     """
 
@@ -129,7 +129,9 @@ class GGUFSpec:
     layers: Callable[[MetadataReader], Raw] | None = None
     read: Callable[[MetadataReader, Raw], Raw] = lambda reader, raw: reader.attention(raw)
     write: Callable[[Decoder, Raw], Metadata] = lambda decoder, raw: {}
-    tensors: Table | Callable[[Decoder, Collection[str]], Table] = field(default_factory=dict)
+    tensors: NameTable | Callable[[Decoder, Collection[str]], NameTable] = field(
+        default_factory=dict
+    )
     adds_one: bool = False
     permuted: bool = False
     square: bool = False
@@ -142,9 +144,9 @@ class GGUFSpec:
 
     @property
     def architectures(self) -> list[str]:
-        """Those of the family's files that are read."""
-        own = self.told_by.architecture if self.told_by else self.architecture
-        return [own, self.both_ways] if self.both_ways else [own]
+        """Architectures of the family's files that are read."""
+        name = self.told_by.architecture if self.told_by else self.architecture
+        return [name, self.both_ways] if self.both_ways else [name]
 
 
 def full_rope(decoder: Decoder) -> Rope:
@@ -161,7 +163,7 @@ def write_local_theta(decoder: Decoder, raw: Raw) -> Metadata:
 
 
 class MetadataReader:
-    """The metadata of one file, read key by key; `finish` rejects what nobody read.
+    """The metadata of one file, read key by key; `finish` rejects unread keys.
 
     Args:
         architecture: as the file names it.
@@ -404,7 +406,7 @@ class MetadataReader:
         return scaling
 
     def check_required(self) -> None:
-        """Keys that llama.cpp wants of every file, where families have a default."""
+        """Keys that llama.cpp requires in every file, where families have a default."""
         for suffix in (*REQUIRED, *self.spec.required):
             keys = [key for key in self.spec.keys if key.endswith(suffix)]
             if keys and all(self.get(key) is None for key in keys):

@@ -1,4 +1,4 @@
-"""How llama.cpp's files keep a checkpoint's tensors: each change, and the way back.
+"""Changes between a checkpoint's tensors and llama.cpp's, each with its inverse.
 
 llama.cpp's converter renames tensors and changes some: rows of q and k in LLaMA files are permuted
 (its RoPE pairs neighbours, ours halves), GPT-2's matmuls are transposed, GPT-OSS's interleaved gate
@@ -31,15 +31,16 @@ class Change:
         return [tensor]
 
     def shape(self, shapes: Sequence[Shape]) -> Shape:
-        """Of the checkpoint's tensor, by those of the stored ones; 0 axes where they do not fit."""
+        """Shape of the checkpoint's tensor from those of the stored ones; 0 axes if they do not
+        fit."""
         return shapes[0]
 
     def stored_shapes(self, shape: Shape) -> Sequence[Shape]:
-        """Of the stored tensors, by that of the checkpoint's."""
+        """Shapes of the stored tensors from that of the checkpoint's."""
         return [shape]
 
     def inputs(self) -> np.ndarray | None:
-        """Which stored column each of the checkpoint's is; None where columns stay."""
+        """Stored column of each of the checkpoint's; None if the order is the same."""
         return None
 
 
@@ -272,7 +273,7 @@ class Tiled(Change):
         return array[..., order] if self.is_columns else array[order]
 
     def _order(self) -> np.ndarray:
-        """Which stored row each of the checkpoint's is."""
+        """Stored row of each of the checkpoint's."""
         count = self.heads * self.group * self.width
         stored = np.arange(count).reshape(self.group, self.heads, self.width)
         return np.append(np.arange(self.before), self.before + stored.swapaxes(0, 1).reshape(-1))

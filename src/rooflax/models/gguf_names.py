@@ -8,7 +8,7 @@ from __future__ import annotations
 from rooflax.models.gguf_changes import KEEP, Change, Row
 from rooflax.nn.parts import MLP
 
-Table = dict[str, tuple[tuple[str, ...], Change]]
+NameTable = dict[str, tuple[tuple[str, ...], Change]]
 """By a checkpoint's name the stored tensors and their change; {i} is a layer, {e} an expert."""
 
 COMMON = {
@@ -82,7 +82,7 @@ LAYERS = {
 }
 
 
-def renamed(*pairs: tuple[str, str]) -> Table:
+def renamed(*pairs: tuple[str, str]) -> NameTable:
     """Weights and biases that only change their name."""
     return {
         f"{name}.{end}": ((f"{stored}.{end}",), KEEP)
@@ -102,6 +102,6 @@ POST_NORM = renamed(
 )
 """Where that norm is not the feed-forward network's own, or is called so."""
 GATE, UP, DOWN = (f"blk.{{i}}.ffn_{part}_exps" for part in ("gate", "up", "down"))
-SHARED_EXPERT_GATE: Table = {
+SHARED_EXPERT_GATE: NameTable = {
     f"{MLP}.shared_expert_gate.weight": (("blk.{i}.ffn_gate_inp_shexp.weight",), Row())
 }

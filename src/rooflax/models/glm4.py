@@ -14,12 +14,12 @@ from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec
 from rooflax.models.phi3 import GATE_UP
-from rooflax.nn.decoder import Decoder, Names
+from rooflax.nn.decoder import Decoder, TensorNames
 from rooflax.nn.weights import StoredAs
 from rooflax.nn.wiring import SANDWICH
 
 LAYER = "model.layers.{i}"
-NAMES = Names(
+NAMES = TensorNames(
     (
         GATE_UP,
         ("layers.{i}.attn.post_norm", StoredAs(f"{LAYER}.post_self_attn_layernorm.weight")),

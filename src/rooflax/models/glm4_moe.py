@@ -16,14 +16,14 @@ from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec, MetadataReader, Raw
 from rooflax.models.gguf_changes import KEEP
-from rooflax.models.gguf_names import COMMON, POST_NORM, Table
-from rooflax.nn.decoder import Decoder, Names
+from rooflax.models.gguf_names import COMMON, POST_NORM, NameTable
+from rooflax.nn.decoder import Decoder, TensorNames
 from rooflax.nn.parts import MLP, Layer, Mlp, Moe
 from rooflax.nn.weights import StoredAs
 
 SHARED, KEY = f"{MLP}.shared_experts", "layers.{i}.mlp.shared_"
 BOTH = (f"{SHARED}.gate_proj.weight", f"{SHARED}.up_proj.weight")
-NAMES = Names(
+NAMES = TensorNames(
     ((f"{KEY}gate_up", StoredAs(BOTH)), (f"{KEY}down", StoredAs(f"{SHARED}.down_proj.weight")))
 )
 KEYS = {
@@ -36,7 +36,7 @@ KEYS = {
     "leading_dense_block_count": "first_k_dense_replace",
     "nextn_predict_layers": "num_nextn_predict_layers",
 }
-CHOICE_BIAS: Table = {
+CHOICE_BIAS: NameTable = {
     f"{MLP}.gate.e_score_correction_bias": (("blk.{i}.exp_probs_b.bias",), KEEP)
 }  # fmt: skip
 TINY = common.tiny(
@@ -49,8 +49,8 @@ TINY = common.tiny(
 def config_from_hf(reader: ConfigReader) -> Decoder:
     for key in ("n_group", "topk_group"):
         reader.expect(key, 1)
-    how = {"norm_eps": 1e-5, "kv_heads": 8, "partial": 0.5}
-    attention = common.read_attention(reader, qkv_bias=reader.flag("attention_bias", False), **how)
+    bias = reader.flag("attention_bias", False)
+    attention = common.read_attention(reader, qkv_bias=bias, norm_eps=1e-5, kv_heads=8, partial=0.5)
     if reader.flag("use_qk_norm", False):
         attention = replace(attention, qk_norm=attention.norm.eps)
     dense = replace(common.read_mlp(reader, attention.norm, 10_944), key="dense_mlp")
@@ -69,8 +69,8 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
     return replace(common.read_decoder(reader, layers, max_position=131_072), names=names)
 
 
-def read_further(reader: ConfigReader) -> Names:
-    """Of the layers that predict further tokens, how many there are."""
+def read_further(reader: ConfigReader) -> TensorNames:
+    """Number of layers that predict further tokens."""
     old, new = "num_nextn_predict_layers", "num_mtp_layers"
     count = reader.size(new, reader.size(old, 1, least=0, most=64), least=0, most=64)
     return replace(NAMES, further=count)

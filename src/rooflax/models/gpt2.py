@@ -14,7 +14,7 @@ from rooflax.errors import CheckpointError
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec
 from rooflax.models.gguf_changes import Transposed
-from rooflax.nn.decoder import Decoder, Names
+from rooflax.nn.decoder import Decoder, TensorNames
 from rooflax.nn.parts import Attention, Layer, Mlp
 from rooflax.nn.weights import Conv1D, Flat, StoredAs, Swapped, TensorLayout
 from rooflax.nn.wiring import NormKind
@@ -32,7 +32,7 @@ def _pair(
     return (key, StoredAs(f"{hf}.weight", weight)), (f"{key}_bias", StoredAs(f"{hf}.bias", bias))
 
 
-NAMES = Names(
+NAMES = TensorNames(
     (
         ("embed", StoredAs("transformer.wte.weight")),
         ("position", StoredAs("transformer.wpe.weight")),

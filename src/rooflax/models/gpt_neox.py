@@ -16,7 +16,7 @@ import numpy as np
 
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
-from rooflax.nn.decoder import Decoder, Names
+from rooflax.nn.decoder import Decoder, TensorNames
 from rooflax.nn.parts import Attention, Layer, Mlp
 from rooflax.nn.rope import Rope
 from rooflax.nn.weights import QKV, Rows, Shape, StoredAs, TensorLayout
@@ -51,7 +51,7 @@ class FusedHeads(Rows):
         return [heads[:, i].reshape(-1, *whole.shape[1:]) for i in range(3)]
 
 
-def _names(attention: Attention) -> Names:
+def _names(attention: Attention) -> TensorNames:
     """Checkpoints' names of the weights."""
     rope = attention.rope or Rope(1.0)
     fused = QKV(order=rope.order(attention.head_dim, interleaved=False))
@@ -66,7 +66,7 @@ def _names(attention: Attention) -> Names:
         return (key, weight), (f"{key}_bias", bias)
 
     layer = "layers.{i}"
-    return Names(
+    return TensorNames(
         (
             ("embed", StoredAs("gpt_neox.embed_in.weight")),
             ("lm_head", StoredAs("embed_out.weight")),

@@ -27,7 +27,7 @@ from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec
 from rooflax.models.gguf_changes import KEEP, Interleaved, InterleavedBias, Transposed
 from rooflax.models.gguf_names import COMMON, DOWN, GATE, POST_NORM, UP, WINDOW
-from rooflax.nn.decoder import Decoder, Names
+from rooflax.nn.decoder import Decoder, TensorNames
 from rooflax.nn.parts import ATTENTION, MLP, Layer, Moe
 from rooflax.nn.rope import Rope, RopeScaling
 from rooflax.nn.weights import Linear, StoredAs, Swapped, TensorLayout
@@ -40,7 +40,7 @@ NO_SCALING = {"rope_type": "default"}
 DEFAULT_ROPE = RopeScaling("yarn", 32.0, 4096, truncate=False, attention_factor=1.3465735902799727)
 """What transformers assumes where config.json says nothing of RoPE."""
 
-NAMES = Names(
+NAMES = TensorNames(
     tuple(
         (f"layers.{{i}}.mlp.{key}", StoredAs(f"{MLP}.{hf}", layout))
         for key, hf, layout in (

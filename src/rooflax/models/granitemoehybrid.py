@@ -17,12 +17,12 @@ from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec, ToldBy
 from rooflax.models.gguf_changes import Halves
 from rooflax.models.gguf_names import COMMON
-from rooflax.nn.decoder import Decoder, Names
+from rooflax.nn.decoder import Decoder, TensorNames
 from rooflax.nn.parts import Mlp
 from rooflax.nn.weights import StoredAs
 
 SHARED = "model.layers.{i}.shared_mlp"
-NAMES = Names(
+NAMES = TensorNames(
     (
         ("layers.{i}.mlp.gate_up", StoredAs(f"{SHARED}.input_linear.weight")),
         ("layers.{i}.mlp.down", StoredAs(f"{SHARED}.output_linear.weight")),
@@ -60,7 +60,7 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
             f"config.json has num_local_experts = {experts}; of granitemoehybrid rooflax computes "
             f"models without experts."
         )
-    key = "layers_block_type" if reader.given("layers_block_type") else "layer_types"
+    key = "layers_block_type" if reader.has("layers_block_type") else "layer_types"
     types = reader.get(key, ["mamba"])
     named = ("attention", "full_attention")  # the latter by newer versions of transformers
     if types not in [[name] * common.num_layers(reader) for name in named]:

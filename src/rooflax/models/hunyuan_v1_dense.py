@@ -14,12 +14,12 @@ from rooflax.errors import CheckpointError
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec
-from rooflax.nn.decoder import Decoder, Names
+from rooflax.nn.decoder import Decoder, TensorNames
 from rooflax.nn.parts import ATTENTION
 from rooflax.nn.rope import MOST, Rope
 from rooflax.nn.weights import StoredAs
 
-NAMES = Names(tuple(
+NAMES = TensorNames(tuple(
     (f"layers.{{i}}.attn.{part[0]}_norm", StoredAs(f"{ATTENTION}.{part}_layernorm.weight"))
     for part in ("query", "key")
 ))  # fmt: skip
@@ -51,10 +51,10 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
 
 def _read_rope(reader: ConfigReader, head_dim: int) -> Rope:
     key = "rope_parameters" if reader.get("rope_parameters", None) else "rope_scaling"
-    found = reader.get(key, None)
-    if not isinstance(found, dict) or not found.get("alpha"):
+    scaling_values = reader.get(key, None)
+    if not isinstance(scaling_values, dict) or not scaling_values.get("alpha"):
         return reader.rope(head_dim)
-    scaling = reader.inner(key, found)
+    scaling = reader.inner(key, scaling_values)
     scaling.waive("beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim")
     for key in ("type", "rope_type"):
         scaling.expect(key, "dynamic")

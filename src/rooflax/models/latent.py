@@ -14,7 +14,7 @@ from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec, Metadata, MetadataReader, Raw, full_rope
 from rooflax.models.gguf_changes import HeadStacks
-from rooflax.models.gguf_names import COMMON, Table
+from rooflax.models.gguf_names import COMMON, NameTable
 from rooflax.models.glm4_moe import CHOICE_BIAS, KEYS, NAMES
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.latent import LatentAttention
@@ -76,7 +76,7 @@ def read_model(
 
 
 def read_groups(reader: ConfigReader) -> dict[str, int]:
-    """Of experts, where not all are chosen."""
+    """Expert groups, where only some are selected."""
     groups, chosen = reader.size("n_group"), reader.size("topk_group")
     return {} if groups == chosen else {"groups": groups, "chosen_groups": chosen}
 
@@ -90,7 +90,7 @@ def read_attention(reader: ConfigReader, interleaved: bool) -> LatentAttention:
     reader.expect("qk_head_dim", nope + turned)
     if turned % 2:
         raise CheckpointError(f"config.json has qk_rope_head_dim = {turned}; it must be even.")
-    query_rank = None if reader.given("q_lora_rank") else QUERY_RANK
+    query_rank = None if reader.has("q_lora_rank") else QUERY_RANK
     if reader.get("q_lora_rank", query_rank) is not None:
         query_rank = reader.size("q_lora_rank", query_rank)
     rope = reader.rope(turned)
@@ -122,7 +122,7 @@ def write_model(decoder: Decoder, model_type: str, architecture: str) -> dict[st
     }  # fmt: skip
 
 
-def _gguf_tensors(decoder: Decoder, present: Collection[str]) -> Table:
+def _gguf_tensors(decoder: Decoder, present: Collection[str]) -> NameTable:
     """Keys and values of heads apart, where a file does not have the one tensor of old ones."""
     part = decoder.attention
     if not isinstance(part, LatentAttention) or "blk.0.attn_kv_b.weight" in present:
@@ -165,7 +165,7 @@ def _write_gguf(decoder: Decoder, raw: Raw) -> Metadata:
         "attention.head_count_kv": 1,
         "attention.value_length": part.rank,
         "attention.key_length_mla": part.nope_dim + part.rope_dim,
-        "attention.q_lora_rank": part.query_rank or 0,  # llama.cpp wants the key
+        "attention.q_lora_rank": part.query_rank or 0,  # llama.cpp requires the key
         "rope.dimension_count": part.rope_dim,
     }
 

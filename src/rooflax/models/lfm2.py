@@ -17,14 +17,14 @@ from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec, MetadataReader, Raw
 from rooflax.models.gguf_changes import Kernel
 from rooflax.models.gguf_names import COMMON
-from rooflax.nn.decoder import Decoder, Names
+from rooflax.nn.decoder import Decoder, TensorNames
 from rooflax.nn.parts import ATTENTION, Layer, Mlp
 from rooflax.nn.recurrent import ShortConv
 from rooflax.nn.weights import StoredAs
 from rooflax.nn.wiring import NormKind
 
 KINDS, FEED = ("full_attention", "conv"), "model.layers.{i}.feed_forward"
-NAMES = Names((
+NAMES = TensorNames((
     ("final_norm", StoredAs("model.embedding_norm.weight")),
     *((f"layers.{{i}}.{part}.norm", StoredAs("model.layers.{i}.operator_norm.weight"))
       for part in ("attn", "conv")),
@@ -57,7 +57,7 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
     for key in ("block_ffn_use_quantized_params", "ffn_use_quantized_params"):
         reader.expect(key, False)
     reader.expect("conv_dim", reader.size("hidden_size"))
-    if reader.given("norm_eps"):
+    if reader.has("norm_eps"):
         reader.waive("rms_norm_eps")
     norm = NormKind(reader.number("norm_eps", 1e-5))
     attention = common.read_attention(reader, norm=norm, kv_heads=8, theta=1_000_000.0)
@@ -88,16 +88,16 @@ def _check_causal(reader: ConfigReader) -> None:
 
 
 def _read_width(reader: ConfigReader) -> int:
-    """Of the feed-forward network: by default two thirds of what is stated, rounded up."""
+    """Width of the feed-forward network: by default two thirds of the stated one, rounded up."""
     width = reader.size("block_ff_dim", reader.get("intermediate_size", 12_288))
     multiple = reader.size("block_multiple_of", 256)
     factor = reader.number("block_ffn_dim_multiplier", 1.0, most=1000)
     if not reader.flag("block_auto_adjust_ff_dim", True):
         return width
-    found = -(-int(factor * int(2 * width / 3)) // multiple) * multiple
-    if found == 0:
+    rounded = -(-int(factor * int(2 * width / 3)) // multiple) * multiple
+    if rounded == 0:
         raise CheckpointError(f"config.json has block_ff_dim = {width}, two thirds of which are 0.")
-    return found
+    return rounded
 
 
 def config_to_hf(decoder: Decoder) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a model will need, counted from its table before anything is loaded."""
+"""Memory of a model, counted from its table before anything is loaded."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def _left(limit_bytes: int) -> str:
 
 
 def rope_bytes(config: Decoder, max_model_len: int | None) -> int:
-    """Of the RoPE tables."""
+    """Bytes of the RoPE tables."""
     pairs = zip(config.ropes, config.rope_dims, strict=True)
     rows = sum(dim + bool(rope.query_beta) for rope, dim in pairs)
     return rows * (max_model_len or config.max_position) * 4
@@ -176,7 +176,7 @@ def padding(
     prefill_chunk: int | None = None,
     shards: Shards = ONE_DEVICE,
 ) -> dict[str, int]:
-    """Of what `estimate` counts, the bytes that only fill sizes up to tiles and parts (ops.tiles).
+    """Bytes in `estimate` that only pad sizes to tiles and parts (ops.tiles).
 
     Returns:
         By the size that is padded: "head_dim" of every token in the cache; "block_size", what

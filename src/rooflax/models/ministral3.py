@@ -36,7 +36,7 @@ TINY = common.tiny(
 def config_from_hf(reader: ConfigReader) -> Decoder:
     if reader.get("rope_scaling", None) is None:
         reader.assume(rope_parameters=ROPE)
-    head_dim = None if reader.given("head_dim") else 128
+    head_dim = None if reader.has("head_dim") else 128
     parts = {"kv_heads": 8, "head_dim": head_dim, "theta": None}
     window = read_window(reader, None)
     attention = common.read_attention(reader, norm_eps=1e-5, window=window, **parts)

@@ -28,7 +28,7 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
     reader.waive(*SKIPPED_KEYS)
     text = reader.part("text_config")
     family = FAMILIES[text.choice("model_type", tuple(FAMILIES))]
-    if reader.given("tie_word_embeddings"):
+    if reader.has("tie_word_embeddings"):
         tied = reader.flag("tie_word_embeddings", False)
         text.assume(tie_word_embeddings=tied)
         text.expect("tie_word_embeddings", tied)

@@ -11,7 +11,7 @@ from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import Metadata, MetadataReader, Raw, full_rope
 from rooflax.models.gguf_changes import KEEP, Decay, HeadKinds, Kernel, Tiled
-from rooflax.models.gguf_names import Table
+from rooflax.models.gguf_names import NameTable
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.parts import Attention, Layer, Mlp, Moe
 from rooflax.nn.recurrent import GatedDelta
@@ -35,8 +35,8 @@ def read_mixers(
     reader: ConfigReader, *, kv_heads: int, fused: bool = False
 ) -> tuple[Attention, GatedDelta]:
     reader.expect("attn_output_gate", True)
-    how = {"norm_eps": 1e-6, "kv_heads": kv_heads, "head_dim": 256, "partial": 0.25}
-    attention = common.read_attention(reader, **how, **common.read_biases(reader))
+    defaults = {"norm_eps": 1e-6, "kv_heads": kv_heads, "head_dim": 256, "partial": 0.25}
+    attention = common.read_attention(reader, **defaults, **common.read_biases(reader))
     norm = replace(attention.norm, plus_one=True)
     keys = reader.size("linear_num_key_heads", 16)
     values = reader.size("linear_num_value_heads", 32)
@@ -85,7 +85,7 @@ def read_text_part(reader: ConfigReader, model_type: str) -> ConfigReader:
     """text_config; whether embeddings are tied may stand beside it, and must then agree."""
     text = reader.part("text_config")
     text.expect("model_type", model_type)
-    if reader.given("tie_word_embeddings"):
+    if reader.has("tie_word_embeddings"):
         tied = reader.flag("tie_word_embeddings", False)
         text.assume(tie_word_embeddings=tied)
         text.expect("tie_word_embeddings", tied)
@@ -125,14 +125,14 @@ def write_gguf(decoder: Decoder, raw: Raw) -> Metadata:
 
 
 def write_image_gguf(decoder: Decoder, raw: Raw) -> Metadata:
-    """Beside these, of RoPE's frequencies how many turn by time, height and width."""
+    """Writes the common keys, and how many RoPE frequencies are for time, height and width."""
     written = write_gguf(decoder, raw)
     half = (full_rope(decoder).dim or decoder.head_dim) // 2
     sections = {"rope.dimension_sections": [-(-(half - i) // 3) for i in range(3)] + [0]}
     return written | (sections if written else {})
 
 
-def delta_tensors(decoder: Decoder) -> Table:
+def delta_tensors(decoder: Decoder) -> NameTable:
     """The gated delta rule; Qwen 3.5's files have value heads in an order of their own."""
     delta = _delta(decoder)
     if delta is None:

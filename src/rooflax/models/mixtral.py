@@ -13,7 +13,7 @@ from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec, ToldBy
 from rooflax.models.gguf_names import COMMON
 from rooflax.models.mistral import read_window
-from rooflax.nn.decoder import Decoder, Names
+from rooflax.nn.decoder import Decoder, TensorNames
 from rooflax.nn.parts import Layer, Moe
 from rooflax.nn.weights import Linear, Parallel, PerExpert, StoredAs
 from rooflax.ops.activation import ACTIVATIONS
@@ -40,14 +40,14 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
     return replace(common.read_decoder(reader, layers, max_position=131_072), names=_names(moe))
 
 
-def _names(moe: Moe) -> Names:
+def _names(moe: Moe) -> TensorNames:
     experts, mlp = f"{STORED}.experts", "layers.{i}.mlp"
     places = (
         (f"{mlp}.router", StoredAs(f"{STORED}.gate.weight", Linear())),
         (f"{mlp}.gate_up", StoredAs(moe.stored("w1", "w3", prefix=experts), PerExpert(Parallel()))),
         (f"{mlp}.down", StoredAs(moe.stored("w2", prefix=experts), PerExpert(Linear()))),
     )
-    return Names(places, either=(f"{mlp}.router",))  # of transformers 5
+    return TensorNames(places, either=(f"{mlp}.router",))  # of transformers 5
 
 
 def config_to_hf(decoder: Decoder) -> dict[str, Any]:

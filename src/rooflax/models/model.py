@@ -73,26 +73,26 @@ class Model:
         """Hidden states of the tokens, before the final norm; the cache with their K and V."""
         if cache is None and batch.query_starts is not None:
             batch = batch.in_blocks(len(self.config.groups.windows), block_size())
-        own = mesh_lib.local_tokens(batch, shards)
+        local = mesh_lib.local_tokens(batch, shards)
         weights = self.weights
         if batch.adapters is not None and batch.query_starts is not None:
             weights = with_rows(weights, batch.adapters[batch.owners[0]])
         hidden, cache = self.config.forward(
             weights,
             self.rope,
-            own,
+            local,
             cache,
             options=options,
             shards=shards,
             remat=remat,
             dtype=self.dtype,
         )
-        return mesh_lib.gather_tokens(hidden, own), cache
+        return mesh_lib.gather_tokens(hidden, local), cache
 
     def final_hidden(
         self, hidden: Float[Array, "*batch D"], options: ExecutionOptions = DEFAULT_OPTIONS
     ) -> Float[Array, "*batch D"]:
-        """What the head reads, in float32, of hidden states as `forward` gives them."""
+        """Input of the head, in float32, from hidden states as `forward` gives them."""
         return self.config.final_hidden(self.weights, hidden, options)
 
     def logits(

@@ -28,8 +28,8 @@ SCORE_HEAD = encoders.TANH_HEAD
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
     reader.expect("relative_attention_num_buckets", NUM_BUCKETS)
-    found = encoders.read_encoder(reader, NAMES, first_position=FIRST_POSITION)
-    return replace(found, distances=True)
+    encoder = encoders.read_encoder(reader, NAMES, first_position=FIRST_POSITION)
+    return replace(encoder, distances=True)
 
 
 def config_to_hf(decoder: Decoder) -> dict[str, Any]:

@@ -47,8 +47,8 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
         "max_trained_positions", "parallel_block_tied_norm", "dense_seq_output",
         "last_layer_subset", "scale_attn_*", "reorder_and_upcast_attn",
     )  # fmt: skip
-    how: dict[str, Any] = {"theta": THETA, "gated": True, "bias": False}
-    return encoders.read_encoder(reader, NAMES, token_types=2, max_position=2048, **how)
+    defaults: dict[str, Any] = {"theta": THETA, "gated": True, "bias": False}
+    return encoders.read_encoder(reader, NAMES, token_types=2, max_position=2048, **defaults)
 
 
 def config_to_hf(decoder: Decoder) -> dict[str, Any]:

@@ -26,54 +26,54 @@ AHEAD = 2
 
 
 @dataclass(frozen=True)
-class StreamPlan:
-    """Which layers stay in memory and which are streamed.
+class OffloadPlan:
+    """Plan of layer offloading: which layers stay in memory.
 
     Attributes:
         budget_bytes: the most that weights may take.
         fixed_bytes: of what is outside the layers: embedding, head, last norm, RoPE table.
         layer_bytes: of each layer.
-        streamed: the layers that are read at every step; none if all fit.
+        offloaded: the layers that are read at every step; none if all fit.
     """
 
     budget_bytes: int
     fixed_bytes: int
     layer_bytes: tuple[int, ...]
-    streamed: tuple[int, ...]
+    offloaded: tuple[int, ...]
 
     @property
     def num_resident(self) -> int:
-        return len(self.layer_bytes) - len(self.streamed)
+        return len(self.layer_bytes) - len(self.offloaded)
 
     @property
     def bytes_per_step(self) -> int:
-        """Of weights that are read at every step."""
-        return sum(self.layer_bytes[index] for index in self.streamed)
+        """Bytes of weights read at every step."""
+        return sum(self.layer_bytes[index] for index in self.offloaded)
 
     @property
     def memory_bytes(self) -> int:
-        """Of weights in memory: what stays, and the offloaded layers that are on their way."""
+        """Bytes of weights in memory: resident layers, and the buffers of offloaded ones."""
         resident = sum(self.layer_bytes) - self.bytes_per_step
-        passing = AHEAD * max((self.layer_bytes[index] for index in self.streamed), default=0)
+        passing = AHEAD * max((self.layer_bytes[index] for index in self.offloaded), default=0)
         return self.fixed_bytes + resident + passing
 
 
 def plan_offloading(
     budget: int, fixed_bytes: int, layer_bytes: Sequence[int], what: str
-) -> StreamPlan:
-    """As many layers as the budget holds stay, spread among those that are streamed.
+) -> OffloadPlan:
+    """As many layers as the budget holds stay, spread among those that are offloaded.
 
-    While a layer that stays computes, the next streamed one has time to come.
+    While a layer that stays computes, the next offloaded one has time to come.
 
     Args:
         what: whose weights these are, for the rejection.
 
     Raises:
-        RequestError: the budget is below what cannot be streamed and the layers on their way.
+        RequestError: the budget is below what cannot be offloaded and the layers on their way.
     """
     count, largest = len(layer_bytes), max(layer_bytes)
     if fixed_bytes + sum(layer_bytes) <= budget:
-        return StreamPlan(budget, fixed_bytes, tuple(layer_bytes), ())
+        return OffloadPlan(budget, fixed_bytes, tuple(layer_bytes), ())
     passing = min(AHEAD, count)
     least = fixed_bytes + passing * largest
     if budget < least:
@@ -83,14 +83,14 @@ def plan_offloading(
             f"the budget is {budget:,} bytes; give a larger one, or quantize.",
             param="weights_budget",
         )
-    streamed = count - min((budget - least) // largest, count - passing)
-    spread = (i for i in range(count) if (i + 1) * streamed // count > i * streamed // count)
-    return StreamPlan(budget, fixed_bytes, tuple(layer_bytes), tuple(spread))
+    offloaded = count - min((budget - least) // largest, count - passing)
+    spread = (i for i in range(count) if (i + 1) * offloaded // count > i * offloaded // count)
+    return OffloadPlan(budget, fixed_bytes, tuple(layer_bytes), tuple(spread))
 
 
 @dataclass
-class StreamCounts:
-    """What was streamed so far.
+class OffloadCounts:
+    """Counts of offloaded layers.
 
     Attributes:
         num_steps: passes over the layers that computed something.
@@ -103,7 +103,7 @@ class StreamCounts:
     seconds: float = 0.0
 
 
-class LayerStream:
+class LayerReader:
     """Layers in a fixed order, again and again, each read ahead of its use.
 
     Args:
@@ -139,7 +139,7 @@ class LayerStream:
         return weights
 
     def give_back(self) -> None:
-        """What was taken is used no more, and nothing computes with it; another is read there."""
+        """Returns a layer's buffer, which nothing reads any more; another layer is read into it."""
         if self._held is None:
             return
         place, weights = self._held
@@ -167,21 +167,21 @@ class LayerStream:
 
 @dataclass(frozen=True, eq=False)
 class OffloadedModel:
-    """A model whose layers run one by one, those that stay and those that are streamed.
+    """A model whose layers run one by one, those that stay and those that are offloaded.
 
     Attributes:
         ends: everything but the layers, as a model that has none.
         layers: weights of those that stay; the others are empty.
         stream: gives the others.
         plan: which are which.
-        counts: what was streamed so far.
+        counts: what was offloaded so far.
     """
 
     ends: Model
     layers: tuple[LayerWeights, ...]
-    stream: LayerStream
-    plan: StreamPlan
-    counts: StreamCounts = field(default_factory=StreamCounts)
+    stream: LayerReader
+    plan: OffloadPlan
+    counts: OffloadCounts = field(default_factory=OffloadCounts)
 
     @property
     def config(self) -> Decoder:
@@ -193,7 +193,7 @@ class OffloadedModel:
 
     @property
     def weights(self) -> dict[str, Any]:
-        """Those that stay."""
+        """Resident weights."""
         return self.ends.weights | {"layers": self.layers}
 
     @property
@@ -202,7 +202,7 @@ class OffloadedModel:
 
     @property
     def weights_bytes(self) -> int:
-        """In memory, the layers on their way included."""
+        """Bytes of weights in memory, buffers of offloaded layers included."""
         return self.plan.memory_bytes
 
     def group(self, index: int) -> int:
@@ -225,11 +225,11 @@ def whole(model: AnyModel) -> Model:
     """A model that has all its weights in memory.
 
     Raises:
-        RequestError: some of its layers are streamed.
+        RequestError: some of its layers are offloaded.
     """
     if isinstance(model, OffloadedModel):
         raise RequestError(
-            f"{len(model.plan.streamed)} of {len(model.layers)} layers are streamed, and this "
+            f"{len(model.plan.offloaded)} of {len(model.layers)} layers are offloaded, and this "
             f"needs all of them in memory; load the model without a weights budget."
         )
     return model

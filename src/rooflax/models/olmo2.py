@@ -20,8 +20,8 @@ TINY = common.tiny("head_dim", hidden_size=60)
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
-    how = common.read_biases(reader) | {"wiring": POST, "flat_norm": True}
-    attention = common.read_attention(reader, norm_eps=1e-5, **how)
+    options = common.read_biases(reader) | {"wiring": POST, "flat_norm": True}
+    attention = common.read_attention(reader, norm_eps=1e-5, **options)
     attention = replace(attention, qk_norm=attention.norm.eps)
     return common.read_dense(reader, attention, max_position=2048)
 

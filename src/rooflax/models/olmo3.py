@@ -31,8 +31,8 @@ TINY = common.tiny(
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:
-    how = common.read_biases(reader) | {"wiring": POST, "flat_norm": True, "theta": None}
-    attention = common.read_attention(reader, norm_eps=1e-5, **how)
+    options = common.read_biases(reader) | {"wiring": POST, "flat_norm": True, "theta": None}
+    attention = common.read_attention(reader, norm_eps=1e-5, **options)
     attention = replace(attention, qk_norm=attention.norm.eps)
     ropes = common.read_kinds_ropes(reader, attention.head_dim, THETA, THETA)
     window = reader.size("sliding_window", 4096)

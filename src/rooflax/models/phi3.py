@@ -17,12 +17,12 @@ from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec
 from rooflax.models.gguf_names import COMMON, WINDOW
-from rooflax.nn.decoder import Decoder, Names
+from rooflax.nn.decoder import Decoder, TensorNames
 from rooflax.nn.parts import ATTENTION, MLP
 from rooflax.nn.weights import StoredAs
 
 GATE_UP = "layers.{i}.mlp.gate_up", StoredAs(f"{MLP}.gate_up_proj.weight")
-NAMES = Names((("layers.{i}.attn.qkv", StoredAs(f"{ATTENTION}.qkv_proj.weight")), GATE_UP))
+NAMES = TensorNames((("layers.{i}.attn.qkv", StoredAs(f"{ATTENTION}.qkv_proj.weight")), GATE_UP))
 NO_BIASES = (("attention_bias", False), ("mlp_bias", False), ("lm_head_bias", False))
 """Files say so; transformers has none, whatever they say."""
 ORIGINAL = "original_max_position_embeddings"

@@ -1,4 +1,4 @@
-"""From a config.json to a family and its config. A family is a file of this folder."""
+"""Finds the family of a config.json and reads its config. A family is a file of this folder."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ CHANGED_BY_MLX = ("qwen3_next", "qwen3_5", "gpt_oss", "lfm2")
 
 @runtime_checkable
 class Family(Protocol):
-    """What a family module offers; it may also name its tensors' prefixes, HF_PREFIXES, a pattern
-    of those that it has no use for, SKIPPED, a MODEL_TYPE other than its file's name, and declare
-    its GGUF files, GGUF, and its tiny test checkpoint, TINY."""
+    """Interface of a family module. Optional: its tensors' prefixes, HF_PREFIXES; a pattern of
+    tensors that it does not use, SKIPPED; a MODEL_TYPE other than its file's name; its GGUF files,
+    GGUF; and its tiny test checkpoint, TINY."""
 
     def config_from_hf(self, reader: ConfigReader) -> Decoder:
         """The architecture that a config.json describes."""
@@ -96,13 +96,13 @@ def check_waived(ignore: Sequence[str], keys: Mapping[str, Any], where: str) -> 
     Raises:
         RequestError: one of the keys (or patterns) is not there, nor in an object within.
     """
-    found, parts = set[str](), [("", keys)]
+    paths, parts = set[str](), [("", keys)]
     while parts:
         path, part = parts.pop()
-        found.update(part, (f"{path}{key}" for key in part))
+        paths.update(part, (f"{path}{key}" for key in part))
         parts += [(f"{path}{k}.", v) for k, v in part.items() if isinstance(v, Mapping)]
     for pattern in ignore:
-        if not any(fnmatch.fnmatchcase(key, pattern) for key in found):
+        if not any(fnmatch.fnmatchcase(key, pattern) for key in paths):
             raise RequestError(
                 f"ignore_config_keys names {pattern!r:.80}, which {where} does not have."
             )
@@ -116,7 +116,7 @@ def read_config(raw: Mapping[str, Any], *, ignore: Sequence[str] = ()) -> tuple[
             path.
 
     Raises:
-        UnsupportedModelError: unknown model_type, a key nobody reads, a value we do not compute.
+        UnsupportedModelError: unknown model_type, an unread key, a value we do not compute.
         CheckpointError: a key is missing or has an impossible value.
         RequestError: a key to waive is not there.
     """

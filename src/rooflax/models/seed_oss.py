@@ -25,7 +25,7 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
         reader,
         norm_eps=1e-6,
         kv_heads=8,
-        head_dim=None if reader.given("head_dim") else 128,
+        head_dim=None if reader.has("head_dim") else 128,
         qkv_bias=reader.flag("attention_bias", True),
         output_bias=reader.flag("attention_out_bias", False),
     )

@@ -45,13 +45,13 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
 def _read_rope_layers(reader: ConfigReader) -> list[int]:
     """Per layer 1 if it has RoPE, whatever the key's name says, and 0 if not."""
     count, interval = common.num_layers(reader), reader.size("no_rope_layer_interval", 4)
-    found = reader.get("no_rope_layers", [int((i + 1) % interval != 0) for i in range(count)])
-    if not isinstance(found, list) or len(found) != count or any(x not in (0, 1) for x in found):
+    flags = reader.get("no_rope_layers", [int((i + 1) % interval != 0) for i in range(count)])
+    if not isinstance(flags, list) or len(flags) != count or any(x not in (0, 1) for x in flags):
         raise CheckpointError(
-            f"config.json has no_rope_layers = {found!r:.80}; it must be a 0 or 1 for each of the "
+            f"config.json has no_rope_layers = {flags!r:.80}; it must be a 0 or 1 for each of the "
             f"{count} layers."
         )
-    return found
+    return flags
 
 
 def config_to_hf(decoder: Decoder) -> dict[str, Any]:

@@ -14,20 +14,20 @@ from rooflax.ops.activation import ACTIVATIONS
 
 
 def read_sparse_layers(reader: ConfigReader) -> list[bool]:
-    """Which layers have experts."""
+    """Layers that have experts."""
     count, step = common.num_layers(reader), reader.size("decoder_sparse_step", 1)
     dense = reader.get("mlp_only_layers", [])
     if not isinstance(dense, list) or any(type(i) is not int for i in dense):
         raise CheckpointError(
             f"config.json has mlp_only_layers = {dense!r:.80}; it must be a list of layer numbers."
         )
-    found = [i not in dense and (i + 1) % step == 0 for i in range(count)]
-    if not any(found):
+    is_sparse = [i not in dense and (i + 1) % step == 0 for i in range(count)]
+    if not any(is_sparse):
         raise CheckpointError(
             f"config.json has mlp_only_layers = {dense!r:.80} and decoder_sparse_step = {step}, "
             f"which leave none of {count} layers with experts; use a model_type without experts."
         )
-    return found
+    return is_sparse
 
 
 def read_mlps(
@@ -46,7 +46,7 @@ def read_mlps(
     """
     activation = reader.choice("hidden_act", tuple(ACTIVATIONS), "silu")
     plain = Mlp(reader.size("intermediate_size", dense), norm, activation, key="dense_mlp")
-    key = "num_local_experts" if reader.given("num_local_experts") else "num_experts"
+    key = "num_local_experts" if reader.has("num_local_experts") else "num_experts"
     count, chosen = common.read_experts(reader, key, experts, chosen)
     reader.expect("num_experts", count)
     width = reader.size("moe_intermediate_size", width)

@@ -13,13 +13,13 @@ from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec
 from rooflax.models.gguf_names import COMMON
-from rooflax.nn.decoder import Decoder, Names
+from rooflax.nn.decoder import Decoder, TensorNames
 from rooflax.nn.parts import MLP, Layer, Mlp
 from rooflax.nn.weights import StoredAs
 from rooflax.nn.wiring import NormKind
 from rooflax.ops.activation import ACTIVATIONS
 
-NAMES = Names(
+NAMES = TensorNames(
     tuple(
         (f"layers.{{i}}.mlp.{ours}{kind}", StoredAs(f"{MLP}.{hf}.{end}"))
         for ours, hf in (("up", "c_fc"), ("down", "c_proj"))

@@ -35,7 +35,7 @@ def new_cache(
 
     Raises:
         RequestError: rows or max_tokens below 1, or more tokens than the model takes; or layers
-            that are streamed, which only an engine runs.
+            that are offloaded, which only an engine runs.
     """
     model = whole(model)
     config = model.config
@@ -121,8 +121,8 @@ def _batch(cache: KVCache, tokens: jax.Array, positions: jax.Array, lens: jax.Ar
                 f"{rows} rows of {seq} tokens do not fit a cache of {per_layer - 1} blocks of "
                 f"{cache.block_size} tokens; make it with new_cache(model, rows, max_tokens)."
             )
-        own = np.arange(1, per_layer, dtype=np.int32)
-        tables.append(jnp.asarray(own.reshape(rows, -1)))
+        blocks = np.arange(1, per_layer, dtype=np.int32)
+        tables.append(jnp.asarray(blocks.reshape(rows, -1)))
     first = jnp.zeros(rows, jnp.int32)
     starts = jnp.arange(rows, dtype=jnp.int32) * seq
     firsts = (first,) * len(tables)

@@ -16,5 +16,5 @@ config_from_hf = roberta.config_from_hf
 
 
 def config_to_hf(decoder: Decoder) -> dict[str, Any]:
-    own = {"model_type": MODEL_TYPE, "architectures": ["XLMRobertaModel"]}
-    return roberta.config_to_hf(decoder) | own
+    names = {"model_type": MODEL_TYPE, "architectures": ["XLMRobertaModel"]}
+    return roberta.config_to_hf(decoder) | names

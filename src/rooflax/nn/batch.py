@@ -136,7 +136,7 @@ class Batch:
 
     @property
     def num_tokens(self) -> Int[Array, ""] | None:
-        """How many leading tokens of a list are real; None for a rectangle, where all run."""
+        """Number of leading real tokens in a list; None for a rectangle, whose tokens all run."""
         if self.query_starts is None:
             return None
         ends = jnp.where(self.query_lens > 0, self.query_starts + self.query_lens, 0)
@@ -144,7 +144,7 @@ class Batch:
 
     @property
     def owners(self) -> tuple[Int[Array, " tokens"], Int[Array, " tokens"]]:
-        """Of each token of a list, its sequence and its number there; see `sequences.owners`."""
+        """Sequence of each token of a list, and its number there; see `sequences.owners`."""
         assert self.query_starts is not None
         return owners(self.query_starts, self.query_lens, self.tokens.shape[1])
 
@@ -158,7 +158,7 @@ class Batch:
         return ((offset >= 0) & (offset < self.query_lens[owner]))[None]
 
     def sequences(self, group: int, first_block: Int[Array, ""] | int = 0) -> Sequences:
-        """What attention needs to know of a layer group.
+        """Sequences of a layer group, as attention reads them.
 
         Args:
             first_block: of the layer, among those that share a pool.
@@ -176,7 +176,7 @@ class Batch:
         )
 
     def runs(self, group: int | None, first_row: Int[Array, ""] | int = 0) -> Runs:
-        """What layers with state need to know.
+        """Runs of tokens, as layers with state read them.
 
         Args:
             group: theirs; None without a cache, where each row of tokens has its own row of state.
@@ -192,22 +192,22 @@ class Batch:
         reached = jnp.concatenate([lens[:, None], reached], axis=1)
         is_kept = (lens[:, None] > 0) & (reached <= lens[:, None]) & (rows > 0)
         targets = jnp.where(is_kept, rows + first_row, NO_ROW)
-        own = rows[:, 0] + first_row
+        state_rows = rows[:, 0] + first_row
         is_new = begin == 0
-        how = {"longest": self.longest, "grid": self.state_grid}
+        options = {"longest": self.longest, "grid": self.state_grid}
         starts, owners = self.query_starts, self.owners
-        return Runs(starts, lens, begin, own, is_new, targets, reached, *owners, **how)
+        return Runs(starts, lens, begin, state_rows, is_new, targets, reached, *owners, **options)
 
     def _whole_runs(self) -> Runs:
         rows, seq = self.tokens.shape
-        own = jnp.arange(rows, dtype=jnp.int32)
-        lens, index = jnp.full_like(own, seq), jnp.arange(rows * seq, dtype=jnp.int32)
+        row = jnp.arange(rows, dtype=jnp.int32)
+        lens, index = jnp.full_like(row, seq), jnp.arange(rows * seq, dtype=jnp.int32)
         place = (lens[:, None], index // seq, index % seq)
-        how = {"longest": seq, "grid": 1}
-        return Runs(own * seq, lens, own * 0, own, own >= 0, own[:, None], *place, **how)
+        runs = row * seq, lens, row * 0, row, row >= 0, row[:, None], *place
+        return Runs(*runs, longest=seq, grid=1)
 
     def slot_mapping(self, group: int, block_size: int) -> jax.Array:
-        """Where each token's K and V go in the pool of a layer group.
+        """Slot of each token's K and V in the pool of a layer group.
 
         slot = block_table[(position - first_position) // block_size] * block_size
                + position % block_size; padding has no slot (NO_SLOT) and is not written.

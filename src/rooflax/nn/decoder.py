@@ -25,7 +25,7 @@ from rooflax.nn.parts import Attention, Layer, Moe
 from rooflax.nn.per_layer import PerLayer
 from rooflax.nn.rope import Rope, RopeTable
 from rooflax.nn.weights import LAYER_PREFIX, Rows, Slot, StoredAs, WeightLine
-from rooflax.nn.wiring import Context, NormKind, Table
+from rooflax.nn.wiring import Context, NormKind, WeightTable
 from rooflax.ops.activation import capped
 from rooflax.ops.linear import unembed
 from rooflax.ops.rope import rope_rows, rows_at
@@ -35,8 +35,8 @@ AnyAttention = Attention | Any
 
 
 @dataclass(frozen=True)
-class Names:
-    """Where a family's checkpoints keep what LLaMA's keep elsewhere.
+class TensorNames:
+    """Names in a family's checkpoints that differ from LLaMA's.
 
     Attributes:
         stored: pairs of a table's key and its place; one tensor in place of several has their
@@ -49,7 +49,7 @@ class Names:
     either: tuple[str, ...] = ()
     further: int = 0
 
-    def apply(self, table: Table) -> Table:
+    def apply(self, table: WeightTable) -> WeightTable:
         places = dict(self.stored)
 
         def renamed(key: str, line: WeightLine) -> WeightLine:
@@ -97,7 +97,7 @@ class Decoder:
     embed_norm: NormKind | None = None
     distances: bool = False
     final_norm: bool = True
-    names: Names = Names()
+    names: TensorNames = TensorNames()
     embed_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None
@@ -106,8 +106,8 @@ class Decoder:
 
     def __post_init__(self) -> None:
         if not self.ropes:  # those of a whole model, also when it is cut
-            found = dict.fromkeys((kind.rope, kind.rope_dim) for kind in self.attentions)
-            pairs = [(rope, dim) for rope, dim in found if rope is not None]
+            kinds = dict.fromkeys((kind.rope, kind.rope_dim) for kind in self.attentions)
+            pairs = [(rope, dim) for rope, dim in kinds if rope is not None]
             object.__setattr__(self, "ropes", tuple(rope for rope, _ in pairs))
             object.__setattr__(self, "rope_dims", tuple(dim for _, dim in pairs))
 
@@ -119,7 +119,7 @@ class Decoder:
 
     @property
     def num_heads(self) -> int:
-        """Of the first layer with attention, as the next two."""
+        """Number of query heads of the first layer with attention, as the next two."""
         return self.attention.num_heads
 
     @property
@@ -132,14 +132,14 @@ class Decoder:
 
     @property
     def intermediate_size(self) -> int:
-        """Of the feed-forward network, or of one expert."""
+        """Width of the feed-forward network, or of one expert."""
         return self.axis_sizes["mlp"]
 
     @cached_property
     def moe(self) -> Moe | None:
         """The mixture of experts; None for a dense model."""
-        found = (layer.mlp for layer in self.layers)
-        return next((mlp for mlp in found if isinstance(mlp, Moe)), None)
+        mlps = (layer.mlp for layer in self.layers)
+        return next((mlp for mlp in mlps if isinstance(mlp, Moe)), None)
 
     @cached_property
     def attentions(self) -> tuple[AnyAttention, ...]:
@@ -149,17 +149,17 @@ class Decoder:
 
     @cached_property
     def attention(self) -> AnyAttention:
-        """That of the first layer that has it."""
+        """Attention of the first layer that has it."""
         return self.attentions[0]
 
     @property
     def per_layer(self) -> PerLayer | None:
-        """What tokens say to each layer; None is nothing."""
+        """Per-layer embeddings, of models that have them."""
         return self.layers[0].per_layer if self.layers else None
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
-        """Of every axis in the table."""
+        """Size of every axis in the table."""
         sizes = {"vocab": self.vocab_size, "hidden": self.hidden_size}
         if self.learned_positions:
             sizes["position"] = self.first_position + self.max_position
@@ -174,7 +174,7 @@ class Decoder:
 
     @cached_property
     def groups(self) -> LayerGroups:
-        """Which layers share blocks of the KV cache."""
+        """Layer groups, which share blocks of the KV cache."""
         mixers = [layer.attention for layer in self.layers]
         return LayerGroups.from_windows(
             tuple(mixer.window for mixer in mixers),
@@ -188,15 +188,15 @@ class Decoder:
     def _sources(self) -> tuple[int, ...]:
         """Per layer the one whose keys and values it attends to."""
         latest: dict[Any, int] = {}
-        found = []
+        sources = []
         for index, layer in enumerate(self.layers):
             mixer = layer.attention
             alike = mixer.window, getattr(mixer, "kv_heads", None)
             if not getattr(mixer, "reuses_kv", False):
                 latest[alike] = index
             assert alike in latest, f"layer {index} has no layer whose keys and values it reuses"
-            found.append(latest[alike])
-        return tuple(found)
+            sources.append(latest[alike])
+        return tuple(sources)
 
     @property
     def is_causal(self) -> bool:
@@ -205,7 +205,7 @@ class Decoder:
 
     @property
     def cached_windows(self) -> tuple[int | None, ...]:
-        """Of the groups that keep K and V from step to step: none where sequences run whole."""
+        """Windows of the groups with a KV cache; empty if sequences run whole."""
         return self.groups.windows if self.is_causal else ()
 
     @property
@@ -236,7 +236,7 @@ class Decoder:
     # Weights
 
     @cached_property
-    def table(self) -> Table:
+    def table(self) -> WeightTable:
         """One line per weight; "{i}" stands for every layer that has it."""
         table = {"embed": WeightLine("vocab hidden", "model.embed_tokens.weight")}
         if self.learned_positions:
@@ -270,7 +270,7 @@ class Decoder:
 
     @cached_property
     def num_parameters(self) -> int:
-        """How many numbers the weights hold."""
+        """Number of parameters."""
         return sum(math.prod(slot.line.shape(self.axis_sizes)) for slot in self.slots())
 
     # Forward
@@ -307,11 +307,12 @@ class Decoder:
             longest = min(batch.longest or self.max_position, self.max_position)
             bias = biases(weights["distances"], longest - 1)
         context = Context(options, shards, num_tokens, rows, bias)
-        how = {"dtype": dtype, "num_rows": num_tokens, "kernels": options.kernels}
+        kernels = options.kernels
         tokens, types = batch.tokens, None
         if self.token_types:
             types, tokens = jnp.divmod(tokens, self.vocab_size)
-        x = mesh.embed(weights["embed"], tokens, shards, **how)
+        embed = weights["embed"]
+        x = mesh.embed(embed, tokens, shards, dtype=dtype, num_rows=num_tokens, kernels=kernels)
         if self.embed_scale != 1.0:
             x = (x.astype(jnp.float32) * self.embed_scale).astype(x.dtype)
         if self.learned_positions:
@@ -321,19 +322,22 @@ class Decoder:
             x = x + weights["token_type"].at[types].get(mode="clip").astype(x.dtype)
         if self.embed_norm:
             x = context.norm(x, self.embed_norm.of(weights, "embed_norm"))
-        given = None
+        per_layer_input = None
         if self.per_layer:
-            given = self.per_layer.of_tokens(weights, tokens, x, context)
+            per_layer_input = self.per_layer.of_tokens(weights, tokens, x, context)
         kinds = {layer: partial(layer, context=context) for layer in self.layers}
         layers = tuple(kinds[layer] for layer in self.layers)
-        how = {
-            "given": given,
-            "groups": self.groups,
-            "options": options,
-            "shards": shards,
-            "remat": remat,
-        }
-        return run_layers(layers, weights, x, batch, cache, **how)
+        return run_layers(
+            layers,
+            weights,
+            (x, cache),
+            batch,
+            groups=self.groups,
+            options=options,
+            shards=shards,
+            remat=remat,
+            per_layer_input=per_layer_input,
+        )
 
     def final_hidden(
         self,
@@ -341,7 +345,7 @@ class Decoder:
         hidden: Float[Array, "*batch D"],
         options: ExecutionOptions = DEFAULT_OPTIONS,
     ) -> Float[Array, "*batch D"]:
-        """What the head reads, in float32, of what `forward` gives."""
+        """Input of the head, in float32, from the output of `forward`."""
         if not self.final_norm:
             return hidden.astype(jnp.float32)
         context = Context(options, None, None, {})
@@ -362,8 +366,8 @@ class Decoder:
             num_rows: how many leading rows are real; None is all.
         """
         head = weights["embed"] if self.tied_embeddings else weights["lm_head"]
-        how = {"num_rows": num_rows, "implementation": options.kernels}
-        parts = unembed(hidden, head, prologue=self.norm.of(weights, "final_norm"), **how)
+        keywords = {"num_rows": num_rows, "implementation": options.kernels}
+        parts = unembed(hidden, head, prologue=self.norm.of(weights, "final_norm"), **keywords)
         parts = parts if self.logit_scale == 1.0 else parts * self.logit_scale
         parts = parts if self.logit_cap is None else capped(parts, self.logit_cap)
         return mesh.gather_vocab(parts, self.vocab_size, shards)

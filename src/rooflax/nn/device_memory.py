@@ -8,7 +8,7 @@ from rooflax.nn.host_memory import available_bytes
 
 
 def free_bytes(num_devices: int = 1) -> int | None:
-    """What is free for each device; None if unknown.
+    """Free bytes of each device; None if unknown.
 
     Args:
         num_devices: of a mesh; CPU devices share the host's memory.

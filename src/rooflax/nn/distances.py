@@ -14,8 +14,8 @@ FARTHEST = 128
 
 
 def buckets(reach: int) -> np.ndarray:
-    """Of each distance from -reach to reach, key less query, its bucket: half of them are for keys
-    behind the query, and of each half the nearer are of one distance.
+    """Bucket of each distance from -reach to reach, key minus query: half of them are for keys
+    behind the query, and in each half the nearer ones hold one distance.
 
     Source: transformers, models/mpnet/modeling_mpnet.py (relative_position_bucket).
     """
@@ -29,5 +29,5 @@ def buckets(reach: int) -> np.ndarray:
 
 
 def biases(table: Float[Array, "buckets N"], reach: int) -> Float[Array, "N distances"]:
-    """What scores of each head gain, by distances from -reach to reach."""
+    """Biases of each head's scores, by distances from -reach to reach."""
     return table[jnp.asarray(buckets(reach))].T.astype(jnp.float32)

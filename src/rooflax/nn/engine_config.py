@@ -27,7 +27,7 @@ class EngineConfig:
         step_s: a server's longest step; prompts are cut to what earlier steps show to fit. None is
             no limit.
         decode_steps: most decode steps of a dispatch; 0 is as the options say.
-        num_draft_tokens: most drafts of a sequence in a step; 0 if nobody drafts.
+        num_draft_tokens: most drafts of a sequence in a step; 0 without drafts.
         num_blocks: of the KV cache, per layer group, block 0 included; () is enough for every
             sequence, always.
         prefix_caching: share the blocks of equal beginnings.

@@ -1,4 +1,4 @@
-"""What may change how fast a model runs, and what may change its numbers.
+"""Options that change a model's speed, and options that change its numbers.
 
 Two frozen values, apart from any model's config: `ExecutionOptions` never changes a token,
 `Precision` may; and a budget of memory, which changes no token either. This module knows no arrays
@@ -44,12 +44,12 @@ class ExecutionOptions:
     """Switches that change speed and memory, never a token (in float32, the KV cache too)."""
 
     use_cache: bool = _field(
-        Flag(), "keep K and V of past tokens; off, every step runs the whole sequence again",
+        Flag(), "keep K and V of past tokens; off recomputes the whole sequence at every step",
         default=True)
     jit: bool = _field(
-        Flag(), "compile the step; off, every operation is dispatched by itself", default=True)
+        Flag(), "compile the step; off dispatches every operation by itself", default=True)
     layers: Literal["unrolled", "scan"] | None = _field(
-        Choice(("unrolled", "scan")), "repeat the layers in the program, or loop over stacked "
+        Choice(("unrolled", "scan")), "unroll the layers in the program, or scan over stacked "
         "weights", shown_default="scan where kernels read stacked weights", metavar="HOW")
     gqa: Literal["grouped", "repeat"] = _field(
         Choice(("grouped", "repeat")), "read each K/V head once for its query heads, or copy it "
@@ -69,13 +69,13 @@ class ExecutionOptions:
         read_fields(self)
 
     @classmethod
-    def of(cls, **given: Any) -> ExecutionOptions:
+    def of(cls, **values: Any) -> ExecutionOptions:
         """Options of which a field that is None keeps its default.
 
         Raises:
             RequestError: a value that cannot be.
         """
-        return cls(**{name: value for name, value in given.items() if value is not None})
+        return cls(**{name: value for name, value in values.items() if value is not None})
 
     def with_layers(self, *, kernels_read_stacks: bool) -> ExecutionOptions:
         """The same with `layers` said: a scan where it copies no weights, else unrolled.
@@ -131,27 +131,27 @@ _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 _UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("KMGT", 1)}
 
 
-def parse_bytes(given: object) -> int:
+def parse_bytes(size_text: object) -> int:
     """A number of bytes, or text such as "8GB" (10^9 bytes each), "512MiB" or "1.5G".
 
     Raises:
         RequestError: it is neither.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?|)B?\s*", str(given), re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?|)B?\s*", str(size_text), re.IGNORECASE)
     size = 0
-    if isinstance(given, int | str) and not isinstance(given, bool) and found is not None:
-        unit = found[2].upper().replace("I", "i")
-        size = int(float(found[1]) * _UNITS[unit])
+    if isinstance(size_text, int | str) and not isinstance(size_text, bool) and match is not None:
+        unit = match[2].upper().replace("I", "i")
+        size = int(float(match[1]) * _UNITS[unit])
     if size < 1:
         raise RequestError(
-            f"weights_budget is {given!r}; it must be a size such as 8GB, 512MiB or 1.5G.",
+            f"weights_budget is {size_text!r}; it must be a size such as 8GB, 512MiB or 1.5G.",
             param="weights_budget",
         )
     return size
 
 
 def offloading_options(options: ExecutionOptions, has_mesh: bool) -> ExecutionOptions:
-    """The switches of a model whose layers are streamed: one step per dispatch.
+    """The switches of a model whose layers are offloaded: one step per dispatch.
 
     Raises:
         RequestError: what streaming layers cannot do.

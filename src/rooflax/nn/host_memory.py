@@ -1,4 +1,4 @@
-"""What the kernel says of this process's and this machine's memory. Linux; elsewhere unknown."""
+"""Memory of this process and this machine, from the kernel. Linux; unknown elsewhere."""
 
 from __future__ import annotations
 
@@ -53,8 +53,7 @@ def give_back_freed() -> None:
 class AnonymousPeak:
     """Samples RssAnon in a thread while a `with` block runs; `peak` is the most it saw."""
 
-    def __init__(self, interval_s: float = 0.002):
-        self._interval_s = interval_s
+    def __init__(self) -> None:
         self._stop = threading.Event()
         self.peak = 0
 
@@ -70,7 +69,7 @@ class AnonymousPeak:
     def _sample(self) -> None:
         while True:
             self.peak = max(self.peak, anonymous_bytes() or 0)
-            if self._stop.wait(self._interval_s):
+            if self._stop.wait(0.002):
                 return
 
 

@@ -51,7 +51,7 @@ CODES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "float8_e4m3fn": jnp.float8
 
 @dataclass(frozen=True)
 class LayerGroups:
-    """Which layers share a pool of blocks.
+    """Groups of layers that share a pool of blocks.
 
     Attributes:
         windows: per group, how many tokens its layers see; None is all of them, STATE the group of
@@ -102,8 +102,8 @@ class LayerGroups:
 
     def attending(self, num_layers: int | None = None) -> list[int]:
         """The layers that attend to K and V, or those among the first."""
-        found = enumerate(self.of_layer[:num_layers])
-        return [layer for layer, group in found if group != self.state]
+        numbered = enumerate(self.of_layer[:num_layers])
+        return [layer for layer, group in numbered if group != self.state]
 
     def keeping(self, num_layers: int | None = None) -> list[int]:
         """The layers that keep K and V, or those among the first."""
@@ -118,7 +118,7 @@ class LayerGroups:
             yield layer, heads._replace(num=heads.num // parts)
 
     def row_bytes(self, num_layers: int | None = None) -> int:
-        """Of one sequence's state in all layers, or in the first."""
+        """Bytes of one sequence's state in all layers, or in the first."""
         states = self.states[:num_layers]
         return 4 * sum(math.prod(shape) for shapes in states for shape in shapes)
 
@@ -157,7 +157,7 @@ class KVCache:
 
     @property
     def num_repeats(self) -> int:
-        """How many layers share one pool."""
+        """Number of layers that share one pool."""
         return len(self.groups.of_layer) // len(self.k)
 
     @property
@@ -171,14 +171,14 @@ def pool_size(pool: Any) -> int:
 
 
 def bytes_per_token(heads: Heads, dtype: str) -> int:
-    """Of one layer's K and V; int8 and fp8 have a float32 scale for each head."""
+    """Bytes per token of one layer's K and V; int8 and fp8 have a float32 scale for each head."""
     width = cache_width(heads.dim)
     per_head = width + 4 if dtype in CODES else width * jnp.dtype(dtype).itemsize
     return heads.pools * heads.num * per_head
 
 
 def padding_per_token(heads: Heads, dtype: str) -> int:
-    """What of `bytes_per_token` only fills heads up to `cache_width`."""
+    """Part of `bytes_per_token` that only pads heads to `cache_width`."""
     itemsize = jnp.dtype(CODES.get(dtype, dtype)).itemsize
     return heads.pools * heads.num * (cache_width(heads.dim) - heads.dim) * itemsize
 

@@ -10,16 +10,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from rooflax.nn.layers import Attend, LayerWeights
+from rooflax.nn.layer_memory import LayerMemory, LayerPools
+from rooflax.nn.layers import LayerWeights
 from rooflax.nn.parts import ATTENTION
 from rooflax.nn.rope import Rope
 from rooflax.nn.weights import QKV, Flat, HeadPart, Linear, Reordered, WeightLine
-from rooflax.nn.wiring import PRE, Context, Hidden, NormKind, Table, Wiring
+from rooflax.nn.wiring import PRE, Context, Hidden, NormKind, WeightTable, Wiring
 from rooflax.ops.linear import Norm, linear_by_head
 from rooflax.ops.rope import apply_rope
 
@@ -71,17 +72,17 @@ class LatentAttention:
 
     @property
     def head_dim(self) -> int:
-        """Of the one key."""
+        """Size of the one key."""
         return self.rank + self.rope_dim
 
     @property
     def kv_heads(self) -> tuple[int, ...]:
-        """How many there are, their size, and that values are in the keys."""
+        """Number of keys, their size, and that values are in the keys."""
         return self.num_kv_heads, self.head_dim, 1
 
     @property
     def scale(self) -> float:
-        """Of the scores."""
+        """Scale of the scores."""
         scaling = self.rope.scaling
         far = math.log(scaling.factor) if scaling and scaling.factor > 1 else 0.0
         return (self.nope_dim + self.rope_dim) ** -0.5 * (1 + 0.1 * self.mscale * far) ** 2
@@ -104,11 +105,11 @@ class LatentAttention:
         return sizes | ({"query_latent": self.query_rank} if self.query_rank else {})
 
     def _order(self, before: int) -> tuple[int, ...] | None:
-        """Of a vector whose dimensions for RoPE stand behind others."""
+        """Order of a vector whose RoPE dimensions stand behind others."""
         order = self.rope.order(self.rope_dim, self.interleaved)
         return order and (*range(before), *(before + i for i in order))
 
-    def table(self) -> Table:
+    def table(self) -> WeightTable:
         lines = self.wiring.table(self.norm, "attn", "input_layernorm", "post_attention_layernorm")
         queries, name = "hidden", f"{ATTENTION}.q_proj.weight"
         if self.query_rank:
@@ -117,8 +118,8 @@ class LatentAttention:
             lines["attn.q_a"] = WeightLine("hidden -> query_latent", f"{first}.weight", Linear())
             if self.bias:
                 lines["attn.q_a_bias"] = WeightLine("query_latent", f"{first}.bias", init="zeros")
-            own = f"{ATTENTION}.q_a_layernorm.weight"
-            lines["attn.q_norm"] = WeightLine("query_latent", own, init="ones")
+            hf = f"{ATTENTION}.q_a_layernorm.weight"
+            lines["attn.q_norm"] = WeightLine("query_latent", hf, init="ones")
         order = self._order(self.nope_dim)
         axes = f"{queries} -> query_heads each query_dim"
         lines["attn.q"] = WeightLine(axes, (name,), QKV(order=order, num_kv=0))
@@ -129,8 +130,8 @@ class LatentAttention:
         if self.bias:
             biases = Reordered(order) if order else Flat()
             lines["attn.kv_a_bias"] = WeightLine("latent_key", f"{first}.bias", biases, "zeros")
-        own, both = f"{ATTENTION}.kv_a_layernorm.weight", f"{ATTENTION}.kv_b_proj.weight"
-        lines["attn.kv_norm"] = WeightLine("latent", own, init="ones")
+        hf, both = f"{ATTENTION}.kv_a_layernorm.weight", f"{ATTENTION}.kv_b_proj.weight"
+        lines["attn.kv_norm"] = WeightLine("latent", hf, init="ones")
         dims = self.nope_dim, self.value_dim
         axes = "query_heads | nope_dim -> latent", "query_heads | latent -> value_dim"
         lines["attn.k_b"] = WeightLine(axes[0], both, HeadPart(dims, 0))
@@ -141,7 +142,9 @@ class LatentAttention:
             lines["attn.o_bias"] = WeightLine("hidden", f"{output}.bias", init="zeros")
         return lines
 
-    def __call__(self, w: LayerWeights, x: Hidden, attend: Attend, context: Context) -> Hidden:
+    def __call__(
+        self, w: LayerWeights, x: Hidden, memory: LayerMemory, context: Context
+    ) -> tuple[Hidden, LayerPools | None]:
         norm = self.wiring.prologue(self.norm, "attn", w)
         cos, sin, _ = context.rope[self.rope, self.rope_dim]
         q = self._queries(w, x, norm, context)
@@ -150,12 +153,12 @@ class LatentAttention:
         c = context.norm(key[..., : self.rank], Norm(w["attn.kv_norm"], eps=EPS))
         r = apply_rope(key[..., self.rank :], cos, sin)
         q = jnp.concatenate((self._by_head(q, w["attn.k_b"], context), p), axis=-1)
-        h = attend(q, jnp.concatenate((c, r), axis=-1), None, scale=self.scale)
+        h, pools = memory.attend(q, jnp.concatenate((c, r), axis=-1), None, scale=self.scale)
         h = self._by_head(h[..., : self.rank], w["attn.v_b"], context)
         o_bias = context.on_one_shard(w.get("attn.o_bias"))
         residual = context.on_one_shard(self.wiring.residual(x))
         h = context.linear(h, w["attn.o"], o_bias, contract=2, residual=residual)
-        return self.wiring.joined(x, context.all_reduce(h), self.norm, "attn", w, context)
+        return self.wiring.joined(x, context.all_reduce(h), self.norm, "attn", w, context), pools
 
     def _queries(
         self, w: LayerWeights, x: Hidden, norm: Norm | None, context: Context
@@ -166,6 +169,6 @@ class LatentAttention:
         return context.linear(x, w["attn.q"], prologue=norm)[..., 0, :]
 
     @staticmethod
-    def _by_head(x: Array, weight: object, context: Context) -> Array:
-        how = {"num_rows": context.num_tokens, "implementation": context.options.kernels}
-        return linear_by_head(x, weight, **how)  # type: ignore[arg-type]
+    def _by_head(x: Array, weight: Any, context: Context) -> Array:
+        kernels = context.options.kernels
+        return linear_by_head(x, weight, num_rows=context.num_tokens, implementation=kernels)

@@ -25,13 +25,13 @@ def most_new_tokens(prefill_chunk: int, decode_steps: int, draft_tokens: int = 0
 
 
 def state_grid(block_size: int) -> int:
-    """At multiples of how many tokens states are kept: blocks end there."""
+    """Distance in tokens between kept states: blocks end at its multiples."""
     return max(STATE_GRID, block_size)
 
 
 def num_snapshots(row_bytes: int, num_slots: int, max_tokens: int, block_size: int) -> int:
-    """How many states are kept for the prefix cache: one for each stretch of the grid in every
-    slot's context, but not more than SNAPSHOT_BYTES hold.
+    """Number of states kept for the prefix cache: one for each grid cell in every slot's context,
+    but not more than SNAPSHOT_BYTES hold.
 
     Args:
         row_bytes: of one sequence's state in all layers; 0 if there are none with state.

@@ -74,7 +74,7 @@ def shards_of(mesh: None) -> None: ...
 @overload
 def shards_of(mesh: Mesh) -> Shards: ...
 def shards_of(mesh: Mesh | None) -> Shards | None:
-    """What models are told of a mesh.
+    """Shards of a mesh.
 
     Raises:
         RequestError: it has an axis that is none of ours.
@@ -118,7 +118,7 @@ def weights_specs(
 def leaf_spec(
     line: WeightLine, leaf: Any, shards: Shards, lead: tuple[str | None, ...] = ()
 ) -> Any:
-    """Where a weight's array is split, or each array of a weight that is several.
+    """Partition of a weight's array, or of each array of a weight with several.
 
     Args:
         lead: of the axis of stacked layers.
@@ -149,7 +149,7 @@ def on_one_shard(bias: StackMember, shards: Shards | None) -> Array | StackMembe
 def on_one_shard(
     bias: Float[Array, "*shape"] | StackMember | None, shards: Shards | None
 ) -> Float[Array, "*shape"] | StackMember | None:
-    """What is added before a sum over tensor: whole on the first part, zero on the others."""
+    """Adds x on one tensor shard only: it is whole on the first and zero on the others."""
     if shards is None or shards.tensor == 1 or bias is None:
         return bias
     bias = taken(bias)
@@ -213,7 +213,8 @@ def local_experts(
 
 
 def local_tokens(batch: Batch, shards: Shards | None) -> Batch:
-    """This device's sequences (over data) and, of those, its tokens (over sequence).
+    """Local shard of the batch: this device's sequences (over data) and their tokens (over
+    sequence).
 
     Of a list, each data shard has the tokens of its own sequences in its own part of the list. What
     does not divide stays whole: then every device runs all of it.
@@ -226,8 +227,8 @@ def local_tokens(batch: Batch, shards: Shards | None) -> Batch:
     if shards.data > 1 and rows % shards.data == 0:
         size = rows // shards.data
         begin = jax.lax.axis_index(DATA) * size
-        own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, begin, size), batch)
-        batch = replace(own, split=(*own.split, DATA))
+        local = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, begin, size), batch)
+        batch = replace(local, split=(*local.split, DATA))
     if shards.sequence > 1 and seq % shards.sequence == 0:
         size = seq // shards.sequence
         begin = jax.lax.axis_index(SEQUENCE) * size
@@ -253,13 +254,13 @@ def _local_list(batch: Batch, shards: Shards) -> Batch:
         begin = jax.lax.axis_index(DATA) * count
         names = ("query_lens", "context_lens", "query_starts", "query_positions")
         names += ("block_tables", "first_positions")
-        own = {
+        fields = {
             name: jax.tree.map(
                 lambda x: jax.lax.dynamic_slice_in_dim(x, begin, count), getattr(batch, name)
             )
             for name in names
         }
-        batch = _local_tokens_of_list(replace(batch, **own), DATA, shards.data)
+        batch = _local_tokens_of_list(replace(batch, **fields), DATA, shards.data)
     if shards.sequence > 1 and batch.tokens.shape[1] % shards.sequence == 0:
         batch = _local_tokens_of_list(batch, SEQUENCE, shards.sequence)
     return batch
@@ -291,7 +292,7 @@ def _local_tokens_of_list(batch: Batch, axis: str, parts: int) -> Batch:
 
 
 def gather_tokens(x: Array, batch: Batch, axes: tuple[str, ...] = (DATA, SEQUENCE)) -> Array:
-    """[rows, seq, ...] of the batch that `local_tokens` split, from everybody's."""
+    """[rows, seq, ...] of the batch that `local_tokens` split, from all shards."""
     is_list = batch.query_starts is not None
     for axis, name in ((1, SEQUENCE), (1 if is_list else 0, DATA)):
         if name in batch.split and name in axes:
@@ -302,27 +303,27 @@ def gather_tokens(x: Array, batch: Batch, axes: tuple[str, ...] = (DATA, SEQUENC
 def local_layers(
     x: Float[Array, "layers ..."] | None, shards: Shards | None
 ) -> Float[Array, "own ..."] | None:
-    """What the layers of this stage have of it."""
+    """Rows of this stage's layers."""
     if x is None or shards is None or shards.stage == 1:
         return x
     size = x.shape[0] // shards.stage
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(STAGE) * size, size)
 
 
-State = tuple[Float[Array, "rows seq hidden"], KVCache | None]
+StageState = tuple[Float[Array, "rows seq hidden"], KVCache | None]
 
 
 def in_stages(
-    run: Callable[..., State], x: jax.Array, cache: KVCache | None, shards: Shards
-) -> State:
+    run: Callable[..., StageState], x: jax.Array, cache: KVCache | None, shards: Shards
+) -> StageState:
     """run(x, cache) by each stage with its own layers, one stage after the other.
 
     Hidden states go from a stage to the next; the last one's go to all. A stage that is not at its
     turn runs nothing and waits.
     """
-    own, last = jax.lax.axis_index(STAGE), shards.stage - 1
+    stage, last = jax.lax.axis_index(STAGE), shards.stage - 1
     for turn in range(shards.stage):
-        x, cache = jax.lax.cond(own == turn, run, lambda x, cache: (x, cache), x, cache)
+        x, cache = jax.lax.cond(stage == turn, run, lambda x, cache: (x, cache), x, cache)
         if turn < last:
             x = jax.lax.ppermute(x, STAGE, [(turn, turn + 1)])
-    return jax.lax.psum(jnp.where(own == last, x, jnp.zeros_like(x)), STAGE), cache
+    return jax.lax.psum(jnp.where(stage == last, x, jnp.zeros_like(x)), STAGE), cache

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from rooflax.nn import mesh
-from rooflax.nn.layers import Attend, LayerWeights
+from rooflax.nn.layer_memory import LayerMemory, LayerPools
+from rooflax.nn.layers import LayerWeights
 from rooflax.nn.per_layer import PerLayer
 from rooflax.nn.rope import Rope
 from rooflax.nn.weights import (
@@ -38,7 +39,7 @@ from rooflax.nn.wiring import (
     Context,
     Hidden,
     NormKind,
-    Table,
+    WeightTable,
     Wiring,
 )
 from rooflax.ops.attention import Projected
@@ -99,17 +100,17 @@ class Attention:
 
     @property
     def projected(self) -> str:
-        """What there are projections of, of q, k and v."""
+        """Projected parts, out of q, k and v."""
         return "q" if self.reuses_kv else "qk" if self.values_are_keys else "qkv"
 
     @property
     def rope_dim(self) -> int:
-        """What RoPE gets of a head."""
+        """Size of the part of a head that RoPE rotates."""
         return self.head_dim
 
     @property
     def kv_heads(self) -> tuple[int, ...]:
-        """How many there are, and their size; fields of `nn.kv_cache.Heads`."""
+        """Number of K/V heads, and their size; fields of `nn.kv_cache.Heads`."""
         return self.num_kv_heads, self.head_dim
 
     def axis(self, name: str) -> str:
@@ -131,7 +132,7 @@ class Attention:
         }
         return {self.axis(name): size for name, size in sizes.items()}
 
-    def table(self) -> Table:
+    def table(self) -> WeightTable:
         key, projected = self.key, self.projected
         names = tuple(f"{ATTENTION}.{part}_proj" for part in projected)
         weights, biases = (tuple(f"{n}.{end}" for n in names) for end in ("weight", "bias"))
@@ -168,10 +169,12 @@ class Attention:
 
     @property
     def _normed(self) -> str:
-        """What has norms with weights."""
+        """Parts with norm weights."""
         return "q" if self.reuses_kv else "qk"
 
-    def __call__(self, w: LayerWeights, x: Hidden, attend: Attend, context: Context) -> Hidden:
+    def __call__(
+        self, w: LayerWeights, x: Hidden, memory: LayerMemory, context: Context
+    ) -> tuple[Hidden, LayerPools | None]:
         key, num_kv = self.key, len(self.projected) - 1
         line, norm = f"{key}.{self.projected}", self.wiring.prologue(self.norm, key, w)
         qkv = context.linear(x, w[line], w.get(f"{line}_bias"), prologue=norm)
@@ -191,7 +194,7 @@ class Attention:
                 v = context.norm(v, Norm(jnp.ones(self.head_dim), eps=self.qk_norm or 0.0))
             k, v = k[:, :, :, 0], v[:, :, :, 0]
         scale, sinks = self.scale or self.head_dim**-0.5, w.get(f"{key}.sinks")
-        h = attend(
+        h, pools = memory.attend(
             q,
             k,
             v,
@@ -207,10 +210,10 @@ class Attention:
         o_bias = context.on_one_shard(w.get(f"{key}.o_bias"))
         residual = context.on_one_shard(self.wiring.residual(x))
         h = context.linear(h, w[f"{key}.o"], o_bias, contract=2, residual=residual)
-        return self.wiring.joined(x, context.all_reduce(h), self.norm, key, w, context)
+        return self.wiring.joined(x, context.all_reduce(h), self.norm, key, w, context), pools
 
     def _projection(self, w: LayerWeights, qkv: Array, context: Context) -> Projected | None:
-        """What becomes of the projection's result, unless more does than that can say."""
+        """Projection for the fused attention step; None if a step in between is not covered."""
         if self.projected != "qkv" or self.gate or self.v_norm:
             return None
         if self.flat_norm or self.norm_after_rope:
@@ -285,7 +288,7 @@ class Mlp:
     def _first(self) -> str:
         return f"{self.key}.gate_up" if self.gated else f"{self.key}.up"
 
-    def table(self) -> Table:
+    def table(self) -> WeightTable:
         key = self.key
         lines = _mlp_norms(self.wiring, self.norm, key)
         parts = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
@@ -335,7 +338,7 @@ class Mlp:
         )
 
 
-def _mlp_norms(wiring: Wiring, norm: NormKind, key: str) -> Table:
+def _mlp_norms(wiring: Wiring, norm: NormKind, key: str) -> WeightTable:
     """A feed-forward network's norms; one on attention's result leaves that name to it."""
     before = "pre_feedforward_layernorm" if wiring.after else "post_attention_layernorm"
     return wiring.table(norm, key, before, "post_feedforward_layernorm")
@@ -388,7 +391,7 @@ class Moe:
         shared |= self.beside.axis_sizes if self.beside else {}
         return shared | {"mlp": self.width, "gate_up": 2, "experts": count, "routes": count}
 
-    def table(self) -> Table:
+    def table(self) -> WeightTable:
         lines = self.norm.table("mlp.norm", "model.layers.{i}.post_attention_layernorm")
         lines["mlp.router"] = WeightLine("hidden -> routes", f"{MLP}.gate.weight", Linear())
         each, axes = self.stored("gate_proj", "up_proj"), "experts | hidden -> gate_up mlp"
@@ -437,7 +440,7 @@ class Moe:
     def _line(
         self, axes: str, places: tuple[StoredAs, StoredAs], init: str = "normal"
     ) -> WeightLine:
-        """Of experts, which lie one by one or in one tensor."""
+        """Table line of experts, which are stored one by one or in one tensor."""
         first, other = reversed(places) if self.stacked else places
         return WeightLine(axes, first.hf, first.layout or TensorLayout(), init, other)
 
@@ -456,24 +459,24 @@ class Moe:
     def _both(self, dense: Mlp, w: LayerWeights, x: Hidden, context: Context) -> Hidden:
         """The dense network and the experts, each with a norm of its result."""
         norm, residual = dense.wiring.prologue(dense.norm, dense.key, w), dense.wiring.residual(x)
-        own = {key: self.norm.of(w, f"{key}.own_norm") for key in ("mlp", dense.key)}
-        h = context.norm(dense.branch(w, x, context, norm, None), own[dense.key])
-        h = h + context.norm(self._experts(w, x, context), own["mlp"])
+        norms = {key: self.norm.of(w, f"{key}.own_norm") for key in ("mlp", dense.key)}
+        h = context.norm(dense.branch(w, x, context, norm, None), norms[dense.key])
+        h = h + context.norm(self._experts(w, x, context), norms["mlp"])
         return h if residual is None else residual + h
 
     def _experts(
         self, w: LayerWeights, x: Hidden, context: Context, onto: Hidden | None = None
     ) -> Hidden:
-        """What the chosen experts give, added to `onto`."""
+        """Output of the selected experts, added to `onto`."""
         norm, rows = self.norm.of(w, "mlp.norm"), x.reshape(-1, x.shape[-1])
         reads = self.norm.of(w, "mlp.router_norm") if self.router_norm else norm
         router = context.linear(rows, w["mlp.router"], w.get("mlp.router_bias"), prologue=reads)
         router = router * x.shape[-1] ** -0.5 if self.router_norm else router
         bias = taken(w["mlp.choice_bias"]) if self.biased else None
-        how = {"renormalise": self.renormalise, "bias": bias, "scale": self.scale}
-        how |= {"groups": (self.groups, self.chosen_groups)}
-        how |= {"implementation": context.options.kernels}
-        expert_ids, routing_weights = route(router, self.experts_per_token, **how)
+        options = {"renormalise": self.renormalise, "bias": bias, "scale": self.scale}
+        options |= {"groups": (self.groups, self.chosen_groups)}
+        options |= {"implementation": context.options.kernels}
+        expert_ids, routing_weights = route(router, self.experts_per_token, **options)
         if self.expert_scales:
             routing_weights = routing_weights * taken(w["mlp.expert_scales"])[expert_ids]
         gate = self.activation
@@ -536,7 +539,7 @@ class Layer:
     scaled: bool = False
 
     @cached_property
-    def table(self) -> Table:
+    def table(self) -> WeightTable:
         lines = self.attention.table() | self.mlp.table()
         lines |= self.per_layer.layer_table() if self.per_layer else {}
         if self.scaled:
@@ -554,16 +557,13 @@ class Layer:
         self,
         w: LayerWeights,
         x: Hidden,
+        memory: LayerMemory,
         *,
-        attend: Attend,
         context: Context,
-        given: Float[Array, "B T width"] | None = None,
-    ) -> Hidden:
-        """
-        Args:
-            given: of `per_layer`, what it says of each token here.
-        """
-        y = self.attention(w, x, attend, context)
+        per_layer_input: Float[Array, "B T width"] | None = None,
+    ) -> tuple[Hidden, LayerPools | None]:
+        """The layer's output and its pools with the new tokens' K and V, or states."""
+        y, pools = self.attention(w, x, memory, context)
         if self.parallel:
             assert isinstance(self.mlp, Mlp)
             norm = self.attention.norm.of(w, f"{self.attention.key}.norm")
@@ -571,8 +571,8 @@ class Layer:
         else:
             y = self.mlp(w, y, context)
         if self.per_layer:
-            assert given is not None
-            y = self.per_layer.added(w, y, given, context)
-        if not self.scaled:
-            return y
-        return (y.astype(jnp.float32) * taken(w["scale"])[0]).astype(y.dtype)
+            assert per_layer_input is not None
+            y = self.per_layer.added(w, y, per_layer_input, context)
+        if self.scaled:
+            y = (y.astype(jnp.float32) * taken(w["scale"])[0]).astype(y.dtype)
+        return y, pools

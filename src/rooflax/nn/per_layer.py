@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from rooflax.nn import mesh
 from rooflax.nn.layers import LayerWeights
 from rooflax.nn.weights import Linear, WeightLine
-from rooflax.nn.wiring import Context, Hidden, NormKind, Table
+from rooflax.nn.wiring import Context, Hidden, NormKind, WeightTable
 from rooflax.ops.linear import Activation
 
 LAYER = "model.layers.{i}"
@@ -49,7 +49,7 @@ class PerLayer:
             "per_layers": self.num_layers * self.width,
         }
 
-    def table(self) -> Table:
+    def table(self) -> WeightTable:
         """The lines outside the layers."""
         embed, projection = "embed_tokens_per_layer", "model.per_layer_model_projection.weight"
         axes = "hidden -> depth per_layer"
@@ -58,7 +58,7 @@ class PerLayer:
             "per_layer.projection": WeightLine(axes, projection, Linear()),
         } | self.norm.table("per_layer.norm", "model.per_layer_projection_norm", "per_layer")
 
-    def layer_table(self) -> Table:
+    def layer_table(self) -> WeightTable:
         """A layer's."""
         gate, up = (f"{LAYER}.per_layer_{name}.weight" for name in ("input_gate", "projection"))
         return {
@@ -73,29 +73,35 @@ class PerLayer:
         x: Hidden,
         context: Context,
     ) -> Float[Array, "depth B T width"]:
-        """What the tokens say to each layer.
+        """Each layer's input from its own embedding of the tokens.
 
         Args:
-            x: their embeddings.
+            x: the tokens' embeddings.
         """
-        how = {"num_rows": context.num_tokens, "kernels": context.options.kernels}
-        table = weights["per_layer.embed"]
-        said = mesh.embed(table, tokens, context.shards, dtype="float32", **how)
-        said = said.reshape(*tokens.shape, self.num_layers, self.width) * math.sqrt(self.width)
-        seen = context.linear(x, weights["per_layer.projection"]) * x.shape[-1] ** -0.5
-        seen = context.norm(seen.astype(jnp.float32), self.norm.of(weights, "per_layer.norm"))
-        return jnp.moveaxis(((said + seen) * 2**-0.5).astype(x.dtype), 2, 0)
+        rows = mesh.embed(
+            weights["per_layer.embed"],
+            tokens,
+            context.shards,
+            dtype="float32",
+            num_rows=context.num_tokens,
+            kernels=context.options.kernels,
+        )
+        rows = rows.reshape(*tokens.shape, self.num_layers, self.width) * math.sqrt(self.width)
+        projected = context.linear(x, weights["per_layer.projection"]) * x.shape[-1] ** -0.5
+        norm = self.norm.of(weights, "per_layer.norm")
+        projected = context.norm(projected.astype(jnp.float32), norm)
+        return jnp.moveaxis(((rows + projected) * 2**-0.5).astype(x.dtype), 2, 0)
 
     def added(
-        self, w: LayerWeights, y: Hidden, given: Float[Array, "B T width"], context: Context
+        self, w: LayerWeights, y: Hidden, layer_input: Float[Array, "B T width"], context: Context
     ) -> Hidden:
-        """A layer's result with what the tokens say to it.
+        """A layer's result with the gated input of its tokens added.
 
         Args:
-            given: this layer's of `of_tokens`.
+            layer_input: this layer's of `of_tokens`.
         """
         gate = context.linear(y, w["per_layer.gate"])
-        pair = jnp.stack((gate, given), axis=-2)
+        pair = jnp.stack((gate, layer_input), axis=-2)
         activation = Activation(self.activation, gated=True)
         h = context.linear(pair, w["per_layer.up"], prologue=activation)
         return y + context.norm(h, self.norm.of(w, "per_layer.norm"))

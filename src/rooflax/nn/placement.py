@@ -129,9 +129,9 @@ class Placer:
     def _vocab_part(self, where: Where, read: Read) -> np.ndarray:
         """Rows of a vocabulary that is padded with zeros."""
         rows, real = where[0], self.config.vocab_size
-        found = read((slice(min(rows.start, real), min(rows.stop, real)), *where[1:]))
-        missing = rows.stop - rows.start - found.shape[0]
-        return np.pad(found, ((0, missing), (0, 0))) if missing else found
+        rows_read = read((slice(min(rows.start, real), min(rows.stop, real)), *where[1:]))
+        missing = rows.stop - rows.start - rows_read.shape[0]
+        return np.pad(rows_read, ((0, missing), (0, 0))) if missing else rows_read
 
     @staticmethod
     def _copied_part(axis: int, copies: int, num_kv: int, where: Where, read: Read) -> np.ndarray:
@@ -139,8 +139,8 @@ class Placer:
         head, which = divmod(where[axis].start, copies)
         whole = read((*where[:axis], slice(head, head + 1), slice(None), slice(None)))
         queries = whole.shape[-2] - num_kv
-        own = queries // copies
-        q = whole[..., which * own : (which + 1) * own, :]
+        num_queries = queries // copies
+        q = whole[..., which * num_queries : (which + 1) * num_queries, :]
         return np.concatenate((q, whole[..., queries:, :]), axis=-2)
 
     def finish(
@@ -164,9 +164,9 @@ class Placer:
         return self._restacked(weights, table) if scan else weights
 
     def _of_all_stages(self, leaves: list[Any]) -> Any:
-        found = [leaf for leaf in leaves if leaf is not None]
+        present = [leaf for leaf in leaves if leaf is not None]
         together = jax.tree.map(
-            lambda *parts: Parts(parts[0].spec, sum((p.arrays for p in parts), ())), *found
+            lambda *parts: Parts(parts[0].spec, sum((p.arrays for p in parts), ())), *present
         )
         return _joined(together, self._mesh)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Pooler:
-    """How hidden states become one vector.
+    """Pooler: how hidden states become one vector.
 
     Attributes:
         kind: "last" is the last token's and "first" the first one's, "mean" the mean of all,

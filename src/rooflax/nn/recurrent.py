@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from rooflax.nn.layers import LayerWeights, Recall
+from rooflax.nn.layer_memory import LayerMemory, LayerPools
+from rooflax.nn.layers import LayerWeights
 from rooflax.nn.layout import STATE
-from rooflax.nn.parts import PRE, Context, Hidden, NormKind, Table, Wiring
+from rooflax.nn.parts import PRE, Context, Hidden, NormKind, WeightTable, Wiring
 from rooflax.nn.weights import Channels, Flat, Float32, HeadRows, Linear, Parallel, Rows, WeightLine
 from rooflax.ops.linear import Norm
 from rooflax.ops.recurrent import DeltaInputs, Runs, causal_conv, delta_rule
@@ -54,7 +55,7 @@ class ShortConv:
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         return ((self.width, self.taps - 1),)
 
-    def table(self) -> Table:
+    def table(self) -> WeightTable:
         lines = self.wiring.table(self.norm, "conv", "input_layernorm", "post_attention_layernorm")
         first, last = f"{SHORT_CONV}.in_proj", f"{SHORT_CONV}.out_proj"
         axes, fused = "branches channels", Rows(Parallel())
@@ -68,10 +69,12 @@ class ShortConv:
             lines["conv.out_bias"] = WeightLine("hidden", f"{last}.bias", Flat(), "zeros")
         return lines
 
-    def __call__(self, w: LayerWeights, x: Hidden, recall: Recall, context: Context) -> Hidden:
+    def __call__(
+        self, w: LayerWeights, x: Hidden, memory: LayerMemory, context: Context
+    ) -> tuple[Hidden, LayerPools | None]:
         norm = self.wiring.prologue(self.norm, "conv", w)
-        found = context.linear(x, w["conv.in"], w.get("conv.in_bias"), prologue=norm)
-        b, c, h = found[..., 0, :], found[..., 1, :], found[..., 2, :]
+        projections = context.linear(x, w["conv.in"], w.get("conv.in_bias"), prologue=norm)
+        b, c, h = projections[..., 0, :], projections[..., 1, :], projections[..., 2, :]
         inputs, taps = (b * h).reshape(-1, h.shape[-1]), taken(w["conv.taps"])
 
         def run(runs: Runs, states: tuple[Array, ...]) -> tuple[Float[Array, "T C"], tuple]:
@@ -79,14 +82,14 @@ class ShortConv:
             y, pool = causal_conv(inputs, taps, states[0], runs, implementation=kernels)
             return y, (pool,)
 
-        y = recall(run, ((h.shape[-1], self.taps - 1),))
+        y, pools = memory.recall(run, ((h.shape[-1], self.taps - 1),))
         if (bias := w.get("conv.taps_bias")) is not None:
             y = y + taken(bias).astype(y.dtype)[None]
         h = (c * y.reshape(c.shape)).astype(x.dtype)
         out_bias = context.on_one_shard(w.get("conv.out_bias"))
         residual = context.on_one_shard(self.wiring.residual(x))
         h = context.all_reduce(context.linear(h, w["conv.out"], out_bias, residual=residual))
-        return self.wiring.joined(x, h, self.norm, "conv", w, context)
+        return self.wiring.joined(x, h, self.norm, "conv", w, context), pools
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ class GatedDelta:
 
     @property
     def _widths(self) -> tuple[int, int, int]:
-        """Of a head's q, k, and v."""
+        """Widths of a head's q, k, and v."""
         return self.key_dim, self.key_dim, self.group * self.value_dim
 
     @cached_property
@@ -142,7 +145,7 @@ class GatedDelta:
         matrix = (self.num_heads, self.group, self.key_dim, self.value_dim)
         return (self.num_heads, sum(self._widths), self.taps - 1), matrix
 
-    def table(self) -> Table:
+    def table(self) -> WeightTable:
         lines = self.wiring.table(self.norm, "delta", "input_layernorm", "post_attention_layernorm")
         widths, group = self._widths, self.group
         first = HeadRows((widths, (widths[2],))), HeadRows(((group,), (group,)))
@@ -163,12 +166,14 @@ class GatedDelta:
         lines["delta.out"] = WeightLine(axes, f"{DELTA}.out_proj.weight", Linear(), "residual")
         return lines
 
-    def __call__(self, w: LayerWeights, x: Hidden, recall: Recall, context: Context) -> Hidden:
+    def __call__(
+        self, w: LayerWeights, x: Hidden, memory: LayerMemory, context: Context
+    ) -> tuple[Hidden, LayerPools | None]:
         norm = self.wiring.prologue(self.norm, "delta", w)
-        found = context.linear(x, w["delta.in"], prologue=norm)
+        projections = context.linear(x, w["delta.in"], prologue=norm)
         gates = context.linear(x, w["delta.gates"], prologue=norm)
-        heads, inputs = found.shape[2], sum(self._widths)
-        projected = found[..., :inputs].reshape(-1, heads, inputs)
+        heads, inputs = projections.shape[2], sum(self._widths)
+        projected = projections[..., :inputs].reshape(-1, heads, inputs)
         gates = gates.reshape(-1, heads, 2, self.group).astype(jnp.float32)
 
         def run(runs: Runs, states: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
@@ -179,13 +184,14 @@ class GatedDelta:
             return o, (tails, matrices)
 
         tail, matrix = self.state_shapes
-        o = recall(run, ((heads, *tail[1:]), (heads, *matrix[1:])))
+        o, pools = memory.recall(run, ((heads, *tail[1:]), (heads, *matrix[1:])))
         o = context.norm(o, Norm(w["delta.out_norm"], eps=self.norm.eps))
-        z = found[..., inputs:].reshape(o.shape).astype(jnp.float32)
+        z = projections[..., inputs:].reshape(o.shape).astype(jnp.float32)
         h = (o * jax.nn.silu(z)).astype(x.dtype).reshape(*x.shape[:2], heads, -1)
         residual = context.on_one_shard(self.wiring.residual(x))
         h = context.linear(h, w["delta.out"], contract=2, residual=residual)
-        return self.wiring.joined(x, context.all_reduce(h), self.norm, "delta", w, context)
+        h = self.wiring.joined(x, context.all_reduce(h), self.norm, "delta", w, context)
+        return h, pools
 
     def _inputs(
         self, w: LayerWeights, mixed: Float[Array, "T heads width"], gates: Array

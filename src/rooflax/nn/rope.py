@@ -113,7 +113,7 @@ class Rope:
         _check("rope_theta", self.theta)
 
     def order(self, head_dim: int, interleaved: bool) -> tuple[int, ...] | None:
-        """Which of a checkpoint's dimensions each of ours is; None if they are the same.
+        """Checkpoint dimension of each of ours; None if they are the same.
 
         Ours are rotated in pairs (i, i + head_dim / 2), of which the first dim / 2 turn; a
         checkpoint's pairs are (i, i + dim / 2), interleaved ones (2i, 2i + 1).

@@ -1,4 +1,4 @@
-"""Which axis of an array is split over which axis of a mesh, and the arithmetic of the parts.
+"""Partition of arrays over the axes of a mesh, and the arithmetic of the parts.
 
 This module imports no jax: what a mesh would hold is known without its devices.
 """
@@ -49,7 +49,7 @@ SPLIT = (
 
 @dataclass(frozen=True)
 class Shards:
-    """How many parts each axis of a mesh makes; 1 is an axis that is not there."""
+    """Number of parts on each axis of a mesh; 1 for an absent axis."""
 
     data: int = 1
     stage: int = 1
@@ -66,7 +66,7 @@ class Shards:
         return {axis: getattr(self, axis) for axis in AXES}
 
     def among(self, *axes: str) -> tuple[str, ...]:
-        """Those of the axes that split anything."""
+        """The axes that split anything."""
         return tuple(axis for axis in axes if getattr(self, axis) > 1)
 
     def __str__(self) -> str:
@@ -147,7 +147,7 @@ def _reject(count: int, what: str, axis: str, parts: int) -> None:
 
 
 def kv_copies(attention: AnyAttention, shards: Shards) -> int:
-    """To how many tensor shards each K/V head goes."""
+    """Number of tensor shards that each K/V head is copied to."""
     kv_heads, parts = attention.num_kv_heads, shards.tensor
     fits = parts % kv_heads == 0 and attention.num_heads % parts == 0
     return parts // kv_heads if parts > kv_heads and fits else 1

@@ -39,7 +39,7 @@ class Stacks:
         self._lock = threading.Lock()
 
     def empty(self, slot: Slot, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Where a layer's weight of one array belongs, to be written there; from any thread."""
+        """Place of a layer's weight of one array, to be written there; from any thread."""
         assert self.on_host
         stack, row = self._of(slot)
         with self._lock:
@@ -90,7 +90,7 @@ class _HostStack:
     def places(
         self, row: int, tree: Any, parts: Sequence[tuple[tuple[int, ...], Any]]
     ) -> list[np.ndarray]:
-        """Where a layer's leaf of this structure goes, whose parts have these shapes and dtypes."""
+        """Places for a layer's leaf of this structure, whose parts have these shapes and dtypes."""
         kind = tree, tuple((tuple(shape), np.dtype(dtype)) for shape, dtype in parts)
         if kind not in self._kinds:
             shapes = [((len(self._of), *shape), dtype) for shape, dtype in parts]
@@ -104,16 +104,16 @@ class _HostStack:
     def add(self, row: int, leaf: Any) -> None:
         parts, tree = jax.tree.flatten(leaf)
         places = self.places(row, tree, [(part.shape, part.dtype) for part in parts])
-        for own, part in zip(places, parts, strict=True):
-            given = np.asarray(part)
-            if own.ctypes.data != given.ctypes.data:
-                own[...] = given
+        for place, part in zip(places, parts, strict=True):
+            array = np.asarray(part)
+            if place.ctypes.data != array.ctypes.data:
+                place[...] = array
 
     def done(self) -> Any:
         return stack_by_kind(self._of, self._stack)
 
     def _stack(self, rows: list[int]) -> Any:
-        """These layers, which are alike."""
+        """Stacks these layers, which are alike."""
         kind = self._of[rows[0]]
         arrays, written = self._kinds[kind]
         if written == rows:

@@ -56,7 +56,7 @@ class Part:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """Of an array of the weight's outputs what is theirs."""
+        """Index of the part in an array of the weight's outputs."""
         return (slice(None),) * self.axis + (self.where,)
 
     def out_shape(self, whole: Shape) -> Shape:
@@ -80,19 +80,20 @@ def parts_of(layout: TensorLayout, format: str, out_shape: Shape) -> list[Part]:
     axis, sizes = layout.beside(out_shape) or (0, ())
     if len(sizes) != len(formats):
         raise ValueError(f"{format} for {len(sizes)} tensors")
-    found: list[Part] = []
-    for number, own in enumerate(formats):
-        if found and found[-1].format == own:
+    parts: list[Part] = []
+    for number, one in enumerate(formats):
+        if parts and parts[-1].format == one:
             continue
-        last = next((i for i in range(number, len(formats)) if formats[i] != own), len(formats))
+        last = next((i for i in range(number, len(formats)) if formats[i] != one), len(formats))
         where = slice(sum(sizes[:number]), sum(sizes[:last]))
-        found.append(Part(own, axis, where, slice(number, last)))
-    return found
+        parts.append(Part(one, axis, where, slice(number, last)))
+    return parts
 
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """What a weight becomes in memory; loading, counting, splitting and offloading read it.
+    """Format, dtype and shape of a weight in memory; loading, counting, splitting and offloading
+    read it.
 
     Attributes:
         shape: of the whole array in our layout.
@@ -154,15 +155,15 @@ class WeightPlan:
             return pack_pairs(array, in_shape, out_shape, put=put)
         self.check_groups(math.prod(in_shape))
         if len(parts := self.parts(out_shape)) == 1:
-            how = {"transposed": self.is_head, "put": put}
-            return quantize(array, self.format, in_shape, out_shape, **how)
+            transposed = self.is_head
+            return quantize(array, self.format, in_shape, out_shape, transposed=transposed, put=put)
         inputs = (slice(None),) * len(in_shape)
         each = ((p.format, array[inputs + p.index], p.out_shape(out_shape)) for p in parts)
-        made = tuple(quantize(own, format, in_shape, out, put=put) for format, own, out in each)
+        made = tuple(quantize(part, format, in_shape, out, put=put) for format, part, out in each)
         return Fused(made, parts[0].axis, self.format)
 
     def num_bytes(self, shape: Shape | None = None) -> int:
-        """What it takes.
+        """Bytes in memory.
 
         Args:
             shape: of a part of it; None is all of it.
@@ -258,10 +259,10 @@ class Storage:
             shards: of the mesh that it is put on.
         """
         line, head = slot.line, is_head(slot, config)
-        shape, own = line.shape(config.axis_sizes), self.quantize is None
+        shape, unquantized = line.shape(config.axis_sizes), self.quantize is None
         axes = split_axes(line, shards) if shards else (None,) * len(shape)
-        is_prequantized = own and slot.name in self.prequantized
-        found = self.prequantized.get(slot.name) if own else None
+        is_prequantized = unquantized and slot.name in self.prequantized
+        format = self.prequantized.get(slot.name) if unquantized else None
         multiplies = is_matmul(slot, config)
         if self.quantize is not None and multiplies:
             inner = whole = math.prod(_matmul_shape(slot, shape, head)[0])
@@ -269,35 +270,35 @@ class Storage:
             inner //= math.prod(getattr(shards, axis) for axis in inputs if axis)
             wanted = [HEAD] if head else matrices_of(slot, config)
             each = [_fitting(format_of(self.quantize, part), whole, inner) for part in wanted]
-            found = each[0] if len(set(each)) == 1 else BESIDE.join(each)
+            format = each[0] if len(set(each)) == 1 else BESIDE.join(each)
         stays = self.keeps_bfloat16 and is_bfloat16 and (multiplies or slot.key in TABLES)
         stays &= slot.name not in self.dequantized
         dtype = "float32" if is_float32(line.layout) else "bfloat16" if stays else self.dtype
         is_resident = slot.layer not in self.offloaded
-        is_plain = found is None and dtype == "bfloat16"
+        is_plain = format is None and dtype == "bfloat16"
         is_paired = self.pairs_bfloat16 and is_plain and multiplies and not head
         return WeightPlan(
-            slot, shape, found, dtype, is_prequantized, head, is_resident, is_paired, axes
+            slot, shape, format, dtype, is_prequantized, head, is_resident, is_paired, axes
         )
 
 
-def _fitting(format: str, inner: int, own: int) -> str:
+def _fitting(format: str, inner: int, local_inner: int) -> str:
     """The format, or what stands in for it.
 
     Args:
         inner: inputs of the whole weight.
-        own: those on each device.
+        local_inner: those on each device.
     """
-    if class_of(format).fits(own if class_of(format).rotates_inputs else inner):
+    if class_of(format).fits(local_inner if class_of(format).rotates_inputs else inner):
         return format
     return "w8a8" if KNOWN[format].quantizes_activations else "w8a16"
 
 
 def matrices_of(slot: Slot, config: Decoder) -> list[str | None]:
-    """Which of PARTS lie side by side in a matmul's weight; None is another, or one format only."""
+    """Entries of PARTS that a matmul's weight fuses; None is another, or one format only."""
     name = slot.key.rpartition(".")[2]
-    found = list(name) if set(name) <= set("qkv") else name.split("_")
-    known: list[str | None] = [part if part in PARTS else None for part in found]
+    names = list(name) if set(name) <= set("qkv") else name.split("_")
+    known: list[str | None] = [part if part in PARTS else None for part in names]
     beside = slot.line.layout.beside(matmul_shape(slot, config)[1])
     apart = beside is not None and len(beside[1]) == len(known) and not slot.line.num_stacked
     return known if apart or len(known) == 1 else [None]

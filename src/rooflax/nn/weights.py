@@ -27,7 +27,7 @@ Where = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How the tensors of a checkpoint become one of ours, and back.
+    """Layout of a checkpoint's tensors in one of our arrays, and back.
 
     The base class keeps a tensor as the checkpoint has it.
     """
@@ -111,16 +111,12 @@ class Linear(TensorLayout):
         rows = slice(None)
         if rest and part.shape[0] == rest[-1][1]:  # outputs of one axis
             rows = rest.pop()[0]
-        assert all(_is_whole(w, n) for w, n in rest)
+        assert all(w.indices(n) == (0, n, 1) for w, n in rest)
         return [part[rows, _times(first[0], part.shape[1] // first[1])]]
 
 
-def _is_whole(where: slice, size: int) -> bool:
-    return where.indices(size) == (0, size, 1)
-
-
 def _times(where: slice, step: int) -> slice:
-    """Where a slice lies once each of its items is `step` of them."""
+    """Slice of items of size `step` that a slice of them covers."""
     begin, end = (None if n is None else n * step for n in (where.start, where.stop))
     return slice(begin, end)
 
@@ -170,7 +166,7 @@ class QKV(TensorLayout):
         return 1, (out_shape[1] - self.num_kv, *[1] * self.num_kv)
 
     def _slices(self, group: int) -> list[slice]:
-        """Where q, k and v lie on the axis of a group."""
+        """Slices of q, k and v on the axis of a group."""
         queries = group - self.num_kv
         return [slice(0, queries), *(slice(i, i + 1) for i in range(queries, group))]
 
@@ -179,11 +175,11 @@ class QKV(TensorLayout):
         for part, where in zip(parts, self._slices(group), strict=True):
             heads = part.reshape(kv_heads, -1, head_dim, *part.shape[1:])
             for at, head in np.ndindex(heads.shape[:2]):
-                own = heads[at, head][self._order(where.start + head, group)]
+                ordered = heads[at, head][self._order(where.start + head, group)]
                 if self.bias:
-                    out[at, where.start + head] = own
+                    out[at, where.start + head] = ordered
                 else:
-                    _turn(own, out[:, at, where.start + head])
+                    _turn(ordered, out[:, at, where.start + head])
 
     def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
         group, heads = array.shape[-2], []
@@ -203,7 +199,7 @@ class QKV(TensorLayout):
         return [part[_times(where[-3], part.shape[0] // shape[-3])] for part in parts]
 
     def _order(self, head: int, group: int) -> Any:
-        """Of the dimensions of one of a group's heads: queries, then k, then v."""
+        """Order of the dimensions of a group's heads: queries, then k, then v."""
         queries = group - self.num_kv
         is_gate = self.gated and head < queries and head % 2 == 1
         if self.order is None or head > queries or is_gate:
@@ -244,7 +240,7 @@ class Rows(TensorLayout):
         return [(sum(shape[0] for shape in several), *several[0][1:])]
 
     def beside(self, out_shape: Shape) -> tuple[int, tuple[int, ...]] | None:
-        """Of the several, which other files have apart."""
+        """The several layouts that other files store apart."""
         return self.each.beside(out_shape)
 
     def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
@@ -296,7 +292,7 @@ class Swapped(TensorLayout):
         return [parts[0].reshape(self._swapped(shape))[self._swapped(where)]]
 
     def _swapped(self, each: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What each of our axes has, in the checkpoint's order of them."""
+        """Axes in the checkpoint's order."""
         at = len(each) - self.axes
         return (*each[:at], each[at + 1], each[at], *each[at + 2 :])
 
@@ -348,8 +344,8 @@ class PerExpert(TensorLayout):
         return self.each.hf_shapes(in_shape[1:], out_shape) * in_shape[0]
 
     def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
-        for own, expert in zip(_by_expert(parts, len(out)), out, strict=True):
-            self.each.join(own, expert)
+        for expert_parts, expert in zip(_by_expert(parts, len(out)), out, strict=True):
+            self.each.join(expert_parts, expert)
 
     def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
         return [part for expert in array for part in self.each.split(expert, in_shape[1:])]
@@ -358,7 +354,7 @@ class PerExpert(TensorLayout):
         self, parts: Sequence[np.ndarray], shape: Shape, where: Where
     ) -> list[np.ndarray]:
         chosen = _by_expert(parts, shape[0])[where[0]]
-        return [part for own in chosen for part in self.each.slice_parts(own, shape[1:], where[1:])]
+        return [p for rows in chosen for p in self.each.slice_parts(rows, shape[1:], where[1:])]
 
 
 def _by_expert(parts: Sequence[np.ndarray], count: int) -> list[Sequence[np.ndarray]]:
@@ -418,8 +414,8 @@ class HeadRows(TensorLayout):
             if self.is_kernel:
                 out[:, begin:end] = rows.reshape(*rows.shape[:2], -1)
             else:
-                for head, own in enumerate(rows):
-                    _turn(own, out[:, head, begin:end])
+                for head, head_rows in enumerate(rows):
+                    _turn(head_rows, out[:, head, begin:end])
             begin = end
 
     def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
@@ -438,19 +434,19 @@ class HeadRows(TensorLayout):
         return [rows[where[axis]] for rows in self._apart(parts, shape[axis])]
 
     def _apart(self, parts: Sequence[np.ndarray], heads: int) -> list[np.ndarray]:
-        """Of each kind [heads, width, ...]; parts of the tensors come so."""
+        """Splits the rows by kind, [heads, width, ...] each; parts of the tensors come so."""
         if parts[0].ndim == (4 if self.is_kernel else 3):
             return list(parts)
-        found = []
+        by_part = []
         for part, widths in zip(parts, self.widths, strict=True):
             for rows in np.split(part, np.cumsum([heads * width for width in widths])[:-1]):
-                found.append(rows.reshape(heads, -1, *part.shape[1:]))
-        return found
+                by_part.append(rows.reshape(heads, -1, *part.shape[1:]))
+        return by_part
 
 
 @dataclass(frozen=True)
 class HeadPart(TensorLayout):
-    """Of a linear layer whose rows are by head, and of each head of two kinds, the rows of one.
+    """Rows of one kind in a linear layer whose rows are by head, with two kinds in each head.
 
     The first kind's are as in the checkpoint, [heads, rows, in], the second's transposed, [heads,
     in, rows]. A tensor that two weights share is the sum of what they give of it.
@@ -468,11 +464,11 @@ class HeadPart(TensorLayout):
         return [(in_shape[0] * sum(self.widths), inner)]
 
     def join(self, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
-        for rows, own in zip(self._rows(parts[0], len(out)), out, strict=True):
+        for rows, place in zip(self._rows(parts[0], len(out)), out, strict=True):
             if self.kind == 0:
-                own[...] = rows
+                place[...] = rows
             else:
-                _turn(rows, own)
+                _turn(rows, place)
 
     def split(self, array: np.ndarray, in_shape: Shape) -> list[np.ndarray]:
         rows = array if self.kind == 0 else array.swapaxes(1, 2)
@@ -497,7 +493,7 @@ class Float32(Flat):
 
 @dataclass(frozen=True)
 class StoredAs:
-    """Where a checkpoint keeps a weight, in place of its line's own; None is the line's layout."""
+    """Place of a weight in other checkpoints; a layout of None is the line's own."""
 
     hf: str | tuple[str, ...]
     layout: TensorLayout | None = None
@@ -528,7 +524,7 @@ class WeightLine:
 
     @property
     def places(self) -> tuple[WeightLine, ...]:
-        """This line, and the same with its tensors where some checkpoints keep them."""
+        """This line, and its alternatives in other checkpoints."""
         if self.other is None:
             return (self,)
         layout = self.other.layout or self.layout

@@ -1,4 +1,4 @@
-"""What the parts of a layer share: their context, norms, and how they join the residual stream."""
+"""Shared parts of layers: their context, norms, and the residual connection."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from rooflax.ops.norm import norm as ops_norm
 from rooflax.ops.weights import taken
 
 Hidden = Float[Array, "B T D"]
-Table = dict[str, WeightLine]
+WeightTable = dict[str, WeightLine]
 
 
 @dataclass(frozen=True)
 class Context:
-    """What the layers of a step share.
+    """Context that the layers of a step share.
 
     Attributes:
         num_tokens: how many leading tokens are real; None is all.
@@ -52,7 +52,7 @@ class Context:
         return ops_norm(x, *weights, eps=norm.eps, implementation=self.options.kernels)
 
     def on_one_shard(self, x: Any) -> Any:
-        """What is added before `all_reduce`: on one tensor shard only."""
+        """Adds x on one tensor shard only, before `all_reduce`."""
         return mesh.on_one_shard(x, self.shards)
 
     def all_reduce(self, x: Array, *axes: str) -> Array:
@@ -75,7 +75,7 @@ class NormKind:
     plus_one: bool = False
     centered: bool = False
 
-    def table(self, key: str, hf: str, axis: str = "hidden") -> Table:
+    def table(self, key: str, hf: str, axis: str = "hidden") -> WeightTable:
         layout = PlusOne() if self.plus_one else TensorLayout()
         lines = {key: WeightLine(axis, f"{hf}.weight", layout, "ones")}
         if self.bias:
@@ -91,7 +91,7 @@ class NormKind:
 
 @dataclass(frozen=True)
 class Wiring:
-    """How a branch (attention or feed-forward network) is added to the residual stream.
+    """Residual connection of a branch (attention or feed-forward network).
 
     Attributes:
         before: a norm of what the branch reads.
@@ -105,7 +105,7 @@ class Wiring:
     scale: float = 1.0
     outer: bool = False
 
-    def table(self, norm: NormKind, key: str, before: str, after: str) -> Table:
+    def table(self, norm: NormKind, key: str, before: str, after: str) -> WeightTable:
         """The norms' lines, by their names in a layer of the checkpoint."""
         lines = norm.table(f"{key}.norm", f"model.layers.{{i}}.{before}") if self.before else {}
         if self.after or self.outer:
@@ -117,7 +117,7 @@ class Wiring:
         return norm.of(w, f"{key}.norm") if self.before else None
 
     def residual(self, x: Hidden) -> Hidden | None:
-        """What the branch's last matmul adds to its result; None leaves that to `joined`."""
+        """Residual that the branch's last matmul adds; None leaves that to `joined`."""
         return None if self.after or self.scale != 1.0 else x
 
     def joined(

@@ -35,17 +35,17 @@ def cache_width(head_dim: int) -> int:
 
 
 def capability() -> str | None:
-    """What the first device computes, as NVIDIA counts ("9.0"); None where it does not say."""
+    """Compute capability of the first device, as NVIDIA counts ("9.0"); None if unknown."""
     return getattr(jax.devices()[0], "compute_capability", None)
 
 
 def missing() -> str | None:
-    """Why Pallas kernels cannot run here; None if they can."""
+    """Reason why Pallas kernels cannot run here; None if they can."""
     here = platform()
     if here == "gpu" and jax.__version_info__ < OLDEST_GPU_JAX:
         return f"GPU kernels need JAX 0.11 or later, and this is {jax.__version__}"
-    if here == "gpu" and not (found := capability() or HOPPER).startswith(HOPPER):
-        return f"GPU kernels are for Hopper (compute capability 9), and this GPU has {found}"
+    if here == "gpu" and not (chip := capability() or HOPPER).startswith(HOPPER):
+        return f"GPU kernels are for Hopper (compute capability 9), and this GPU has {chip}"
     if here not in ("gpu", "tpu"):
         return f"Pallas kernels are for GPU and TPU, and JAX runs on {here}"
     return None

@@ -22,7 +22,7 @@ MEASURED: Mapping[Key, Sizes] = {}
 
 @dataclass(frozen=True)
 class Question:
-    """What a kernel asks.
+    """Question of a kernel: its name and the sizes that decide its blocks.
 
     Attributes:
         kernel: its name.
@@ -87,7 +87,7 @@ def recording() -> Iterator[dict[Key, Question]]:
 
 @contextmanager
 def trying(answers: Mapping[Key, Sizes]) -> Iterator[None]:
-    """These answers, and the rule's to any other question."""
+    """Answers these questions as given, and any other by the rule."""
     token = _trial.set(answers)
     try:
         yield

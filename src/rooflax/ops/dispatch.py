@@ -40,7 +40,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class Ran:
-    """What ran of an operation.
+    """Record of the implementation that ran.
 
     Attributes:
         implementation: its name.
@@ -61,7 +61,7 @@ MISSING: Mapping[str, Callable[[], str | None]] = {
 
 _record: dict[tuple[str, str | None], dict[Ran, None]] = {}
 """By operation and by the implementation that was asked for. A compiled program is traced once in a
-process, whoever runs it, so the record is the process's too."""
+process, whichever thread runs it, so the record is the process's too."""
 
 
 def what_ran(asked: str | None) -> dict[str, list[Ran]]:
@@ -102,7 +102,7 @@ class Operation:
         return run(*args, **kwargs)
 
     def choose(self, implementation: str | None, *args: Any, **kwargs: Any) -> Ran:
-        """What runs for these arguments, of which it looks at shapes and types."""
+        """Chooses the implementation for these arguments, by their shapes and types."""
         if implementation is not None:
             name = self._named(implementation)
             if why := self.backend(name).unsupported(*args, **kwargs):
@@ -128,7 +128,7 @@ class Operation:
         return self.backend(self._named(implementation or self.available()[-1]))
 
     def _named(self, name: str) -> str:
-        """The backend that is meant. An operation that nobody wrote a kernel for is XLA's on every
+        """The backend of this name. An operation without a kernel is XLA's on every
         platform: there "native" and "pallas" are that.
 
         Raises:
@@ -147,7 +147,7 @@ class Operation:
 
     def backend(self, name: str) -> Backend:
         """The one of this name, whether it can run here or not."""
-        found = self.backends[name]
-        if isinstance(found, Backend):
-            return found
-        return import_module(found.format(platform=accelerator.platform())).BACKEND
+        entry = self.backends[name]
+        if isinstance(entry, Backend):
+            return entry
+        return import_module(entry.format(platform=accelerator.platform())).BACKEND

@@ -23,7 +23,7 @@ PANEL = 16
 
 @dataclass(frozen=True)
 class Format:
-    """How a matmul's weights are kept, and its activations rounded.
+    """Format of a matmul's weights, and the rounding of its activations.
 
     Attributes:
         code: of the weights; `ops.weights.formats` has a class for each.
@@ -81,8 +81,8 @@ def resolve_format(name: str) -> str:
 def format_of(name: str, part: str | None = None) -> str:
     """The format of a resolved name for one of PARTS; None is everything else."""
     base, *named = name.split(PLUS)
-    own = dict(one.split("=") for one in named)
-    return (WIDER.get(base, {}) | own).get(part or "", base)
+    by_part = dict(one.split("=") for one in named)
+    return (WIDER.get(base, {}) | by_part).get(part or "", base)
 
 
 def formats_of(name: str) -> tuple[str, ...]:
@@ -104,11 +104,11 @@ def _elsewhere(format: str) -> str:
 
 
 def _resolved(part: str, whole: str) -> str:
-    found = ALIASES.get(part, part)
-    if found not in FORMATS and found not in CPU_FORMATS:
+    resolved = ALIASES.get(part, part)
+    if resolved not in FORMATS and resolved not in CPU_FORMATS:
         names = ", ".join((*ALIASES, *FORMATS, *CPU_FORMATS))
         raise RequestError(
             f"quantize is {whole!r}; it must be one of {names}, or several as in int4+head=int8.",
             param="quantize",
         )
-    return found
+    return resolved

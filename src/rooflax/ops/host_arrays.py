@@ -47,7 +47,7 @@ def aligned_put(array: np.ndarray) -> Any:
 
 
 def arena_bytes(size: int) -> int:
-    """What an array of `size` bytes takes where arrays lie one after the other, each aligned."""
+    """Bytes of an array of `size` bytes in an arena, where each is aligned."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 

@@ -1,4 +1,4 @@
-"""Which implementations each operation has here, and which run."""
+"""Implementations of each operation that exist here, and those that run."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def chosen(name: str | None) -> dict[str, str]:
 
 def ran(name: str | None) -> dict[str, list[Ran]]:
     """Per operation what ran in this process when `name` was asked for."""
-    found = what_ran(name)
+    by_operation = what_ran(name)
     names = {"linear": "linear", "attention": "attention", "moe": "experts"}
-    if "attention" not in found:  # without a cache
+    if "attention" not in by_operation:  # without a cache
         names["attention"] = "dense attention"
-    return {label: found.get(own, []) for label, own in names.items()}
+    return {label: by_operation.get(operation, []) for label, operation in names.items()}
 
 
 def by_default() -> dict[str, dict[str, Ran]]:
@@ -88,5 +88,5 @@ def by_default() -> dict[str, dict[str, Ran]]:
 
 
 def _like(shape: tuple[int, ...], dtype: Any) -> Any:
-    """What stands for an array of which only shape and type are asked."""
+    """Stands in for an array of which only shape and type are read."""
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))

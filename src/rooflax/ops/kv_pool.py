@@ -38,7 +38,7 @@ class QuantizedPool:
         return self.values.shape
 
     def blocks(self, tables: Int[Array, "B nb"]) -> Float[Array, "B nb K block_size H"]:
-        """Those of the tables, in float32."""
+        """Blocks of the tables, in float32."""
         values, scales = (
             a.at[tables].get(mode="promise_in_bounds") for a in (self.values, self.scales)
         )
@@ -50,7 +50,7 @@ class QuantizedPool:
         offset: Integer[Array, " tokens"],
         new: Float[Array, "tokens K H"],
     ) -> QuantizedPool:
-        """With new tokens in these slots; those outside are dropped."""
+        """Writes new tokens into these slots; slots outside are dropped."""
         as_codes = tokens_as_int8 if self.values.dtype == jnp.int8 else tokens_as_fp8
         values, scales = as_codes(new)
         return QuantizedPool(

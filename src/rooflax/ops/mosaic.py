@@ -1,4 +1,4 @@
-"""What the GPU kernels share: Mosaic GPU's modules, register layouts, loads and launches.
+"""Helpers of the GPU kernels: Mosaic GPU's modules, register layouts, loads and launches.
 
 Imported inside functions only, because it brings Pallas. Written for JAX 0.11 and later.
 """
@@ -21,22 +21,23 @@ VALUES_TILE = (8, 64)
 
 
 def words_layout(columns: int = 16) -> Any:
-    """Of [32, 16] words: a warp has eight rows, a thread a quarter of one of them."""
+    """Layout of [32, 16] words: a warp has eight rows, a thread a quarter of one of them."""
     tiling = plgpu.Tiling(((32, columns), (8, columns // 4)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1)
 
 
 def values_layout(tile: tuple[int, int] = VALUES_TILE) -> Any:
-    """Of a tile of values: a warp has a quarter of its rows, a thread neighbours of one of them."""
+    """Layout of a tile of values: a warp has a quarter of its rows, a thread neighbours of one of
+    them."""
     rows, columns = tile
-    own = rows // 4, rows * columns // 128
+    warp_tile = rows // 4, rows * columns // 128
     return plgpu.Layout.TILED(
-        plgpu.Tiling((tile, own)), warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1
+        plgpu.Tiling((tile, warp_tile)), warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1
     )
 
 
 def swizzled(dtype: Any) -> tuple[Any, ...]:
-    """How rows of 128 bytes lie in shared memory, for the tensor cores and the copies to it."""
+    """Swizzle of rows of 128 bytes in shared memory, for the tensor cores and the copies to it."""
     width = 128 // jax.numpy.dtype(dtype).itemsize
     return _plgpu.TilingTransform((8, width)), _plgpu.SwizzleTransform(128)
 
@@ -59,12 +60,12 @@ def is_interpreted() -> bool:
 
 
 def load(ref: Any, layout: Any = None) -> jax.Array:
-    """What a reference holds, in registers; from global memory without a stop in shared memory."""
+    """Loads a reference into registers; from global memory without a stop in shared memory."""
     return _plgpu.load(ref, layout=layout, optimized=False)
 
 
 def store(ref: Any, value: jax.Array) -> None:
-    """To global memory, in whatever pieces the layout has."""
+    """Stores to global memory, in whatever pieces the layout has."""
     if hasattr(plgpu, "store"):
         _plgpu.store(ref, value, optimized=False)
     else:
@@ -89,9 +90,9 @@ def launch(
     scratch_bytes: int = 2048,
     by_lane: bool = False,
     barriers: bool = True,
-    **how: Any,
+    **options: Any,
 ) -> Callable[..., Any]:
-    """A kernel of one warpgroup per program, unless `how` says more.
+    """A kernel of one warpgroup per program, unless `options` says more.
 
     Args:
         out: shapes and types of what it writes.
@@ -113,7 +114,7 @@ def launch(
             reduction_scratch_bytes=scratch_bytes,
             unsafe_no_auto_barriers=not barriers,
         ),
-        **how,
+        **options,
     )
 
 

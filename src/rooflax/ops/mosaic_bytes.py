@@ -69,13 +69,13 @@ def _byte(x: jax.Array, shift: int, signed: bool) -> jax.Array:
 
 def _looked_up(index: jax.Array, *, table: tuple[int, int]) -> jax.Array:
     low, high = (jnp.int32(half) for half in table)
-    found = jnp.zeros_like(index)
+    word = jnp.zeros_like(index)
     for place in range(4):
         nibble = (index >> 4 * place) & 0xF
         byte = (jnp.where(nibble & 4 != 0, high, low) >> 8 * (nibble & 3)) & 0xFF
         filled = jnp.where(byte & 0x80 != 0, 0xFF, 0)
-        found |= jnp.where(nibble & 8 != 0, filled, byte) << 8 * place
-    return found
+        word |= jnp.where(nibble & 8 != 0, filled, byte) << 8 * place
+    return word
 
 
 def _nearest(x: jax.Array) -> jax.Array:
@@ -99,7 +99,7 @@ def _primitive(
     made.def_abstract_eval(shape)
     mlir.register_lowering(made, mlir.lower_fun(meaning, multiple_results=False))
     register = lowering.register_lowering_rule(made, mgpu.LoweringSemantics.Lane)
-    register(lambda _, *arrays, **how: in_kernel(*arrays, **how))
+    register(lambda _, *arrays, **options: in_kernel(*arrays, **options))
     return made
 
 
@@ -119,8 +119,8 @@ def _instruction(text: str, *arrays: Any, kind: str = "r") -> Any:
         if not isinstance(registers[0].type, ir.VectorType):
             return once(*registers)
         (count,) = ir.VectorType(registers[0].type).shape
-        found = [once(*(_element(r, place) for r in registers)) for place in range(count)]
-        return vector.from_elements(ir.VectorType.get((count,), i32), found)
+        elements = [once(*(_element(r, place) for r in registers)) for place in range(count)]
+        return vector.from_elements(ir.VectorType.get((count,), i32), elements)
 
     return arrays[0]._pointwise(every, *arrays[1:], output_is_signed=True)
 

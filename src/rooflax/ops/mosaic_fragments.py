@@ -38,14 +38,14 @@ WORDS = (PANELS, 64)
 
 
 def words_layout() -> Any:
-    """Of [4, 64] words: a warp has a panel, a thread two neighbouring outputs of a word."""
+    """Layout of [4, 64] words: a warp has a panel, a thread two neighbouring outputs of a word."""
     return plgpu.Layout.TILED(
         plgpu.Tiling((WORDS, (16,), (2,))), warp_dims=(-4,), lane_dims=(-2, -3), vector_dim=-1
     )
 
 
 def scales_layout() -> Any:
-    """Of [4, 16] values of outputs: those of a thread's own words."""
+    """Layout of [4, 16] values of outputs: those of a thread's own words."""
     return plgpu.Layout.TILED(
         plgpu.Tiling(((PANELS, 16), (2,))),
         warp_dims=(-3,),
@@ -55,7 +55,7 @@ def scales_layout() -> Any:
 
 
 def turned_layout() -> Any:
-    """Of [rows, 4, 16] sums: a thread has two neighbouring outputs of two rows in eight."""
+    """Layout of [rows, 4, 16] sums: a thread has two neighbouring outputs of two rows in eight."""
     return plgpu.Layout.TILED(
         plgpu.Tiling(((8, PANELS, 16), (8, 1, 16), (2, 1, 2))),
         warp_dims=(-8,),
@@ -76,7 +76,7 @@ def rows_of(values: Shaped[Array, "4 16"]) -> Shaped[Array, " 64"]:
 
 
 def turned(sums: Shaped[Array, "64 rows"]) -> Shaped[Array, "rows 4 16"]:
-    """What an operand's product gives, by panels and outputs."""
+    """Transposes an operand's product to panels and outputs."""
     return _TURNED.bind(sums)
 
 

@@ -51,7 +51,7 @@ class Status:
 
 
 def library_path() -> Path | None:
-    """Where the library was installed; None where the package was installed without a compiler.
+    """Path of the installed library; None if the package was installed without a compiler.
 
     An editable install keeps it apart from the sources: every folder of the package is looked at.
     """
@@ -88,8 +88,8 @@ def status() -> Status:
     library = load()
     if library is None:
         return Status(False, "the native library was not built: no C++ compiler at installation")
-    own = ("rooflax_ffi_version", "rooflax_kernels_version", "rooflax_layouts")
-    if not all(hasattr(library, name) for name in (*own, *TARGETS)):
+    functions = ("rooflax_ffi_version", "rooflax_kernels_version", "rooflax_layouts")
+    if not all(hasattr(library, name) for name in (*functions, *TARGETS)):
         return Status(False, OLDER)
     if library.rooflax_kernels_version() != KERNELS_VERSION:
         return Status(False, OLDER)
@@ -128,22 +128,22 @@ def layout(code: str) -> int:
 
 
 def unreadable(code: str) -> str | None:
-    """Why the kernels cannot read weights of this layout; None if they can."""
+    """Reason why the kernels cannot read weights of this layout; None if they can."""
     known = READ_AS.get(code, code) in LAYOUTS
     return None if known else f"the native kernels have no {code} weights"
 
 
 def _ffi_version() -> int | None:
-    """What jaxlib's header says, major * 1000 + minor."""
+    """Version in jaxlib's header, major * 1000 + minor."""
     header = Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h"
     try:
         text = header.read_text(encoding="utf-8")
     except OSError:
         return None
-    found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
-    if found[0] is None or found[1] is None:
+    matches = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    if matches[0] is None or matches[1] is None:
         return None
-    return int(found[0].group(1)) * 1000 + int(found[1].group(1))
+    return int(matches[0].group(1)) * 1000 + int(matches[1].group(1))
 
 
 def block_packer() -> Callable[[str, np.ndarray, int, np.ndarray, np.ndarray], bool] | None:
@@ -165,9 +165,9 @@ def block_packer() -> Callable[[str, np.ndarray, int, np.ndarray, np.ndarray], b
     def pack(
         kind: str, rows: np.ndarray, groups: int, values: np.ndarray, scales: np.ndarray
     ) -> bool:
-        own = np.ascontiguousarray(rows, np.uint64)
+        addresses = np.ascontiguousarray(rows, np.uint64)
         return function(
-            kind.encode(), own.ctypes.data, len(own), groups, values.ctypes.data,
+            kind.encode(), addresses.ctypes.data, len(addresses), groups, values.ctypes.data,
             scales.ctypes.data, threads,
         )  # fmt: skip
 
@@ -211,9 +211,9 @@ def rotator() -> Callable[[np.ndarray], np.ndarray] | None:
     function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
 
     def rotate(x: np.ndarray) -> np.ndarray:
-        own = np.ascontiguousarray(x, np.float32)
-        out = np.empty_like(own)
-        function(own.ctypes.data, own.size, out.ctypes.data)
+        values = np.ascontiguousarray(x, np.float32)
+        out = np.empty_like(values)
+        function(values.ctypes.data, values.size, out.ctypes.data)
         return out
 
     return rotate
@@ -230,11 +230,11 @@ def iq4_encoder() -> Callable[[np.ndarray], tuple[np.ndarray, np.ndarray, np.nda
     function.argtypes = [pointer, size, pointer, pointer, pointer, ctypes.c_int]
 
     def encode(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        own = np.ascontiguousarray(groups, np.float32)
-        codes = np.empty(own.shape, np.uint8)
-        scales, largest = np.empty((2, len(own)), np.float32)
+        values = np.ascontiguousarray(groups, np.float32)
+        codes = np.empty(values.shape, np.uint8)
+        scales, largest = np.empty((2, len(values)), np.float32)
         arrays = (array.ctypes.data for array in (codes, scales, largest))
-        function(own.ctypes.data, len(own), *arrays, _num_threads())
+        function(values.ctypes.data, len(values), *arrays, _num_threads())
         return codes, scales, largest
 
     return encode
@@ -250,6 +250,7 @@ def instruction_set() -> str:
 
 
 def force_instruction_set(name: str) -> bool:
-    """For tests: one of INSTRUCTION_SETS, or "" for the best; False if this processor lacks it."""
+    """Forces one of INSTRUCTION_SETS, or "" for the best, in tests; False if this processor lacks
+    it."""
     library = load()
     return library is not None and bool(library.rooflax_force_instruction_set(name.encode()))

@@ -1,4 +1,4 @@
-"""How many leading rows of an array are real: what native kernels are told, so that none pads."""
+"""Number of leading real rows of an array, which native kernels get so that none pads."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Sampling:
         stop_ids: banned below min_position; the padding is NO_ID.
         min_position: the first position at which the row may stop.
         is_masked: 1 where the row may only choose what its mask allows, else 0.
-        num_logprobs: how many log-probabilities the row wants; -1 is none, and what comes back for
+        num_logprobs: number of log-probabilities of the row; -1 is none, and what comes back for
             it then means nothing.
         scores_adjusted: 1 where the log-probabilities that come back are those after adjustments,
             else 0.
@@ -74,13 +74,13 @@ class Sampling:
 
     @classmethod
     def of(cls, rows: Int[Array, "B width"]) -> Sampling:
-        """From columns as `sampling_columns` writes them."""
+        """Reads columns as `sampling_columns` writes them."""
         floats, unsigned, ints, ids, values, allowed, stop = columns.split(rows)
-        found = {name: _as(floats[:, i], jnp.float32) for i, name in enumerate(columns.FLOATS)}
-        found |= {name: _as(unsigned[:, i], jnp.uint32) for i, name in enumerate(columns.UNSIGNED)}
-        found |= {name: ints[:, i] for i, name in enumerate(columns.INTS)}
+        fields = {name: _as(floats[:, i], jnp.float32) for i, name in enumerate(columns.FLOATS)}
+        fields |= {name: _as(unsigned[:, i], jnp.uint32) for i, name in enumerate(columns.UNSIGNED)}
+        fields |= {name: ints[:, i] for i, name in enumerate(columns.INTS)}
         return cls(
-            **found,
+            **fields,
             bias_ids=ids,
             bias_values=_as(values, jnp.float32),
             allowed_ids=allowed,
@@ -95,7 +95,7 @@ def _as(x: jax.Array, dtype: Any) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TokenCounts:
-    """What penalties need to know of each sequence; a row is a slot, the last one is scratch.
+    """Token counts of each sequence, for penalties; a row is a slot, the last one is scratch.
 
     Attributes:
         latest: what the last decode steps counted, NO_ID behind it; None where nothing is taken
@@ -179,7 +179,7 @@ def sample(
 
     Args:
         logits: float32.
-        params: what each slot's request wants, a `Sampling` in columns.
+        params: each slot's sampling parameters, a `Sampling` in columns.
         positions: position that the new token will have.
         counts: what each slot's sequence has seen.
         slots: each row's slot.
@@ -199,13 +199,13 @@ def sample(
         best = ARGMAX(implementation, logits, num_rows)
         largest = jnp.take_along_axis(logits, best[:, None], axis=1)
         return _without_logprobs(best, jnp.isfinite(largest[:, 0]), logits.shape[1])
-    how = {}
+    options = {}
     if exchange is not None:
         if not awaits_masks(implementation):
             raise NotImplementedError("Only the native sampler awaits masks.")
-        how["exchange"] = exchange
-    given = (logits, params, positions, counts, slots, masks, pending, num_rows)
-    return SAMPLE(implementation, *given, **how)
+        options["exchange"] = exchange
+    operands = (logits, params, positions, counts, slots, masks, pending, num_rows)
+    return SAMPLE(implementation, *operands, **options)
 
 
 def awaits_masks(implementation: str | None) -> bool:
@@ -230,7 +230,7 @@ def _native_sample(
     top, nothing = min(MAX_LOGPROBS, vocab), jnp.zeros((0, 0), jnp.int32)
     each = [jax.ShapeDtypeStruct((rows,), t) for t in (jnp.int32, bool, bool, jnp.float32)]
     best = [jax.ShapeDtypeStruct((rows, top), t) for t in (jnp.int32, jnp.float32)]
-    found = jax.ffi.ffi_call("rooflax_sample", each + best)(
+    outputs = jax.ffi.ffi_call("rooflax_sample", each + best)(
         logits,
         params,
         positions,
@@ -242,7 +242,7 @@ def _native_sample(
         real_rows(num_rows),
         jnp.zeros(0, jnp.int32) if exchange is None else exchange,
     )
-    return Sampled(*found)
+    return Sampled(*outputs)
 
 
 def _sample(
@@ -289,16 +289,16 @@ def _sample(
         )
         chosen = jnp.take_along_axis(adjusted, tokens[:, None], axis=1)[:, 0]
         is_allowed = ~jnp.isneginf(chosen)
-        found = _without_logprobs(
+        sampled = _without_logprobs(
             tokens, is_finite & (jnp.isfinite(chosen) | ~is_allowed), logits.shape[1], is_allowed
         )
 
         def with_logprobs() -> Sampled:
             logprobs = _logprobs(logits, largest)
             best = _best(jnp.where(is_adjusted[:, None], adjusted, logprobs), tokens)
-            return replace(found, logprobs=best[0], top_tokens=best[1], top_logprobs=best[2])
+            return replace(sampled, logprobs=best[0], top_tokens=best[1], top_logprobs=best[2])
 
-        return cond(wants_logprobs, with_logprobs, lambda: found)
+        return cond(wants_logprobs, with_logprobs, lambda: sampled)
 
     def most_likely() -> Sampled:
         is_allowed = ~jnp.isneginf(largest[:, 0])
@@ -444,7 +444,7 @@ def _logprobs(logits: Float[Array, "B V"], largest: Float[Array, "B 1"]) -> Floa
 def _keep(
     ordered: Float[Array, "B C"], total: Float[Array, " B"], sampling: Sampling
 ) -> Bool[Array, "B C"]:
-    """Which of the tokens, most likely first, survive top-k, top-p and min-p.
+    """Mask of the tokens, most likely first, that pass top-k, top-p and min-p.
 
     Args:
         ordered: scaled logits, descending; the most likely C of the vocabulary.

@@ -1,5 +1,4 @@
-"""What a sequence wants of the sampler, as one row of int32: its columns, and how to write and read
-them.
+"""Sampler inputs of a sequence as one row of int32: its columns, and how to write and read them.
 
 Floats are there by their bits. The rows of all slots stay on the device; the native sampler reads
 them as they are (csrc/sample.h, `SamplingRow`).
@@ -73,5 +72,5 @@ def write(
     ids[:], values[:], allowed[:], stop[:] = 0, 0, NO_ID, NO_ID
     ids[: len(bias)] = list(bias)
     values.view(np.float32)[: len(bias)] = list(bias.values())
-    for columns, given in ((allowed, tuple(allowed_ids)), (stop, tuple(stop_ids))):
-        columns[: len(given)] = given
+    for columns, token_ids in ((allowed, tuple(allowed_ids)), (stop, tuple(stop_ids))):
+        columns[: len(token_ids)] = token_ids

@@ -1,4 +1,4 @@
-"""What the TPU's Pallas kernels share: the sizes of their tiles, and how they are called.
+"""Helpers of the TPU's Pallas kernels: the sizes of their tiles, and their calls.
 
 Interpreted on CPU they are shown to compute what their references compute, and Mosaic, the
 compiler behind Pallas on TPU, accepts them. No TPU has run them: tile sizes are reasoned from the
@@ -50,7 +50,8 @@ def attention_tiles(
     itemsize: int,
     most_keys: int | None = None,
 ) -> AttentionTiles:
-    """At most 256 rows of scores, 8 heads, 512 keys, and 1 MiB of keys: as many, or as measured.
+    """Tile sizes of attention: at most 256 rows of scores, 8 heads, 512 keys and 1 MiB of keys, or
+    as measured.
 
     Args:
         queries: new tokens per row.
@@ -81,8 +82,8 @@ class MatmulTiles:
 
 
 def matmul_tiles(tiles: int, rows: int, inner: int, outer: int, code: str) -> MatmulTiles:
-    """At most 2^19 weights, which are 2 MiB in float32; inputs in 1024s, or whole where those do
-    not divide them: as many as that, or what was measured.
+    """Tile sizes of a matmul: at most 2^19 weights, which are 2 MiB in float32, with inputs in
+    1024s or whole if those do not divide them, or as measured.
 
     Args:
         tiles: of rows of activations.
@@ -107,14 +108,15 @@ def tokens_per_tile(num_pairs: int, num_experts: int) -> int:
 
 
 def dot(a: jax.Array, b: jax.Array, dimension_numbers: Dims) -> jax.Array:
-    """Of operands of one type, in float32 (int8 ones in int32); float32 is multiplied as such."""
+    """Product of operands of one type, in float32 (int8 ones in int32); float32 is multiplied as
+    such."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     result = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
     return jax.lax.dot_general(a, b, dimension_numbers, precision, preferred_element_type=result)
 
 
 def in_place(x: jax.Array) -> jax.Array:
-    """x where it is, in HBM: XLA would bring a small stack to VMEM, with what nobody asked for."""
+    """x where it is, in HBM: XLA would bring a small stack to VMEM whole."""
     return x if interpreted() else pltpu.with_memory_space_constraint(x, pltpu.HBM)
 
 

@@ -49,7 +49,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
-    """What the work gives; it is cancelled when the client leaves.
+    """Awaits the work, and cancels it when the client disconnects.
 
     Raises:
         ClientLeft: that happened.

@@ -25,7 +25,7 @@ from rooflax.server.chat import chat
 from rooflax.server.completions import completions
 from rooflax.server.embeddings import embeddings, rerank
 from rooflax.server.errors import ApiError, anthropic_body, as_api_error, openai_body
-from rooflax.server.fields import Table
+from rooflax.server.fields import FieldTable
 from rooflax.server.json_body import read_json
 from rooflax.server.messages import count_tokens, messages
 from rooflax.server.metrics import Exporter
@@ -48,7 +48,7 @@ _HEADER_NAMES = re.compile(r"[A-Za-z0-9-]{1,64}(, ?[A-Za-z0-9-]{1,64}){0,63}")
 log = logging.getLogger("rooflax.server")
 Endpoint = Callable[[Service, Request, Any], Awaitable[Response]]
 
-POSTS: dict[str, tuple[Endpoint, Table]] = {
+POSTS: dict[str, tuple[Endpoint, FieldTable]] = {
     "/v1/completions": (completions, tables.COMPLETIONS),
     "/v1/chat/completions": (chat, tables.CHAT),
     "/v1/responses": (responses, tables.RESPONSES),
@@ -162,13 +162,13 @@ async def _routing_error(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
         said = f"{path!r} takes {allowed}, not {request.method}."
-        found = ApiError(said, status=405, code="method_not_allowed", headers=error.headers)
+        api_error = ApiError(said, status=405, code="method_not_allowed", headers=error.headers)
     else:
         said = f"There is no route {path!r}."
         if f"/v1{path}" in POSTS:
             said = f"{said[:-1]}; there is '/v1{path}'."
-        found = ApiError(said, status=404, code="route_not_found")
-    return _said(request, found)
+        api_error = ApiError(said, status=404, code="route_not_found")
+    return _said(request, api_error)
 
 
 async def _error(request: Request, error: Exception) -> Response:
@@ -178,19 +178,19 @@ async def _error(request: Request, error: Exception) -> Response:
 def _said(request: Request, error: Exception) -> Response:
     """An error as the answer of its route."""
     note_failure(error, request.scope)
-    found = as_api_error(error)
-    found.param = _own_name(request.url.path, found)
-    return error_answer(request.scope, found)
+    api_error = as_api_error(error)
+    api_error.param = _own_name(request.url.path, api_error)
+    return error_answer(request.scope, api_error)
 
 
 def _own_name(path: str, error: ApiError) -> str | None:
     """A field as the route's own clients know it."""
     name, dot, rest = (error.param or "").partition(".")
     name, bracket, index = name.partition("[")
-    own = OWN_NAMES.get(path, {}).get(name)
-    if own is None or (name in POSTS[path][1].fields and error.code != "context_length_exceeded"):
+    alias = OWN_NAMES.get(path, {}).get(name)
+    if alias is None or (name in POSTS[path][1].fields and error.code != "context_length_exceeded"):
         return error.param
-    return own if own == "input" else f"{own}{bracket}{index}{dot}{rest}"
+    return alias if alias == "input" else f"{alias}{bracket}{index}{dot}{rest}"
 
 
 def error_answer(scope: Scope, error: ApiError) -> Json:
@@ -264,8 +264,8 @@ class Guard:
             return
         started = time.perf_counter()
         headers = dict(reversed(scope["headers"]))  # of two equal ones the first counts
-        given = headers.get(b"x-request-id", b"").decode("latin-1")
-        scope["request_id"] = given if _SAFE_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+        asked = headers.get(b"x-request-id", b"").decode("latin-1")
+        scope["request_id"] = asked if _SAFE_ID.fullmatch(asked) else f"req_{secrets.token_hex(12)}"
         scope["owner"], status = "", 0
         origin = headers.get(b"origin", b"").decode("latin-1")
         allowed = allowed_origin(self._service.settings, origin)
@@ -277,8 +277,8 @@ class Guard:
                 status = message["status"]
                 spent = f"{1000 * (time.perf_counter() - started):.1f}".encode()
                 timing = (b"openai-processing-ms", spent)
-                own = {name for name, _ in message["headers"]}
-                further = [pair for pair in (*extra, timing) if pair[0] not in own]
+                names = {name for name, _ in message["headers"]}
+                further = [pair for pair in (*extra, timing) if pair[0] not in names]
                 message = {**message, "headers": [*message["headers"], *further]}
             await send(message)
 
@@ -297,19 +297,19 @@ class Guard:
             self._done(scope, status, time.perf_counter() - started)
 
     def _headers(self, request_id: str, origin: str | None) -> list[tuple[bytes, bytes]]:
-        found = [
+        headers = [
             (b"x-request-id", request_id.encode()),
             (b"cache-control", b"no-store"),
             (b"x-content-type-options", b"nosniff"),
         ]
         if origin is not None:
-            found += [
+            headers += [
                 (b"access-control-allow-origin", origin.encode("latin-1")),
                 (b"vary", b"Origin"),
             ]
             exposed = b"x-request-id, x-rooflax-seed, x-rooflax-ignored, retry-after"
-            found.append((b"access-control-expose-headers", exposed))
-        return found
+            headers.append((b"access-control-expose-headers", exposed))
+        return headers
 
     def _rejection(
         self, scope: Scope, headers: dict[bytes, bytes], *, may_ask: bool

@@ -12,7 +12,7 @@ from rooflax.server.grammars import is_text
 from rooflax.server.notation import NoNotation, Scanner
 
 
-class Call(NamedTuple):
+class ToolCall(NamedTuple):
     """A call as clients are told it: arguments are the JSON of an object.
 
     Attributes:
@@ -47,8 +47,8 @@ class ArgumentStream:
     def head(body: str) -> tuple[str, str] | None:
         """Name and beginning of the arguments of `{"name": ..., "arguments": {...`; None where
         this is not what is written, or not yet."""
-        found = _HEAD.match(body)
-        return (found["name"], found["rest"]) if found else None
+        match = _HEAD.match(body)
+        return (match["name"], match["rest"]) if match else None
 
     @property
     def is_in_string(self) -> bool:
@@ -68,15 +68,15 @@ class ArgumentStream:
                     return text
                 self.is_escaped = False
                 at += 1
-            found = _NOTABLE.search(text, at)
-            if found is None:
+            match = _NOTABLE.search(text, at)
+            if match is None:
                 return text
-            at = found.end()
-            if self._note(found[0]):
+            at = match.end()
+            if self._note(match[0]):
                 return text[:at]
 
     def _note(self, sign: str) -> bool:
-        """What a sign changes; whether it was the last."""
+        """Changes the state at a character; whether it was the last."""
         if self._in_string:
             if sign == "\\":
                 self.is_escaped = True
@@ -115,7 +115,7 @@ class StringEnd:
 
     @property
     def size(self) -> int:
-        """How much of it belongs to the string; 0 if that does not end as one of JSON does."""
+        """Characters that belong to the string; 0 if it does not end as one of JSON does."""
         return self._end if self.is_decided else 0
 
     def push(self, text: str) -> None:
@@ -126,11 +126,11 @@ class StringEnd:
             if self._is_escaped:
                 self._is_escaped, at = False, at + 1
                 continue
-            found = _QUOTE_OR_ESCAPE.search(text, at)
-            if found is None:
+            match = _QUOTE_OR_ESCAPE.search(text, at)
+            if match is None:
                 return
-            at = found.end()
-            self._is_escaped = found[0] == "\\"
+            at = match.end()
+            self._is_escaped = match[0] == "\\"
             if not self._is_escaped:
                 self._end = begun + at
         behind = text[at:].lstrip(" \t\r\n") if self._end else ""
@@ -155,18 +155,18 @@ def is_object(text: str) -> bool:
         return False
 
 
-def calls_of(body: str, names: Container[str] | None = None) -> list[Call]:
+def calls_of(body: str, names: Container[str] | None = None) -> list[ToolCall]:
     """The calls of a whole body, an object or a list of them; none where it is neither.
 
     Args:
         names: those of which a call may have no arguments; None takes any.
     """
     try:
-        found = json.loads(body)
+        parsed = json.loads(body)
     except (ValueError, RecursionError):
         return []
     calls = []
-    for item in found if isinstance(found, list) else [found]:
+    for item in parsed if isinstance(parsed, list) else [parsed]:
         name = item.get("name") if isinstance(item, dict) else None
         if not isinstance(name, str) or not name:
             return []
@@ -178,12 +178,12 @@ def calls_of(body: str, names: Container[str] | None = None) -> list[Call]:
         if not isinstance(arguments, dict):
             return []
         identity = item.get("id", "")
-        given = identity if isinstance(identity, str) else ""
-        calls.append(Call(name, json.dumps(arguments, ensure_ascii=False), given))
+        call_id = identity if isinstance(identity, str) else ""
+        calls.append(ToolCall(name, json.dumps(arguments, ensure_ascii=False), call_id))
     return calls
 
 
-def tagged_calls(body: str, calls: Calls, schemas: Mapping[str, Any]) -> list[Call]:
+def tagged_calls(body: str, calls: Calls, schemas: Mapping[str, Any]) -> list[ToolCall]:
     """The call of a name and parameters between tags; none where it is none."""
     tags = calls.tags
     assert tags is not None
@@ -213,11 +213,11 @@ def tagged_calls(body: str, calls: Calls, schemas: Mapping[str, Any]) -> list[Ca
         key = head[opened:closed].strip()
         arguments[key] = _typed(value, known.get(key))
         at = ended
-    return [Call(name, json.dumps(arguments, ensure_ascii=False))]
+    return [ToolCall(name, json.dumps(arguments, ensure_ascii=False))]
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """A plain text as its schema wants it; text where that is not said, or does not fit."""
+    """Converts a plain text to its schema's type; text if that is missing or does not fit."""
     if not isinstance(schema, Mapping) or is_text(schema) or not set(schema) & _SAYS_TYPE:
         return text
     if "enum" in schema and text in schema["enum"]:
@@ -228,11 +228,11 @@ def _typed(text: str, schema: Any) -> Any:
         return text
 
 
-def notation_calls(body: str, calls: Calls) -> list[Call]:
+def notation_calls(body: str, calls: Calls) -> list[ToolCall]:
     """The calls of a body in a notation of its own; none where it is something else."""
     notation = calls.notation
     assert notation is not None
-    scanner, found = Scanner(body, notation), []
+    scanner, parsed = Scanner(body, notation), []
     is_list = calls.style == "python"
 
     def one() -> None:
@@ -240,7 +240,7 @@ def notation_calls(body: str, calls: Calls) -> list[Call]:
             scanner.want(calls.name_open)
         name = scanner.name()
         arguments = {} if scanner.is_at_end and not is_list else scanner.arguments()
-        found.append(Call(name, json.dumps(arguments, ensure_ascii=False)))
+        parsed.append(ToolCall(name, json.dumps(arguments, ensure_ascii=False)))
 
     try:
         if is_list:
@@ -250,4 +250,4 @@ def notation_calls(body: str, calls: Calls) -> list[Call]:
             one()
     except NoNotation:
         return []
-    return found if scanner.is_at_end else []
+    return parsed if scanner.is_at_end else []

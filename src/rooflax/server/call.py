@@ -1,4 +1,4 @@
-"""`Call`: what the routes that generate have in common, from the body to the usage."""
+"""`ApiCall`: what the routes that generate have in common, from the body to the usage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rooflax.completion import Completion, Delta
 from rooflax.errors import EngineError
 from rooflax.server.answers import Events, Json, while_connected
 from rooflax.server.errors import ApiError
-from rooflax.server.fields import Table
+from rooflax.server.fields import FieldTable
 from rooflax.server.sampling import seed_of
 from rooflax.server.service import Service
 
@@ -65,27 +65,27 @@ class Usage:
         queue included; those that are predicted per second are the later ones."""
         first_s = self.last_s if self.first_s is None else self.first_s
         prompt_n = self.prompt_tokens - self.cached_tokens
-        found: dict[str, Any] = {"cache_n": self.cached_tokens}
+        timings: dict[str, Any] = {"cache_n": self.cached_tokens}
         for name, count, timed, seconds in (
             ("prompt", prompt_n, prompt_n, first_s - self.started_s),
             ("predicted", self.completion_tokens, self.completion_tokens - self.first_tokens,
              self.last_s - first_s),
         ):  # fmt: skip
-            found |= {
+            timings |= {
                 f"{name}_n": count,
                 f"{name}_ms": 1000 * seconds,
                 f"{name}_per_token_ms": 1000 * seconds / timed if timed else 0.0,
                 f"{name}_per_second": timed / seconds if seconds > 0 else 0.0,
             }
-        return found
+        return timings
 
 
 @dataclass
-class Call:
+class ApiCall:
     """One request to a route that generates.
 
     Attributes:
-        found: its honoured fields.
+        fields: its honoured fields.
         ignored: unknown fields that were passed over.
         seed: that its samples are drawn with.
         owner: a name of its key.
@@ -93,16 +93,16 @@ class Call:
 
     service: Service
     request: Request
-    found: dict[str, Any]
+    fields: dict[str, Any]
     prefix: str
     ignored: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.model = self.service.resolve(self.found.get("model"))
-        self.seed = seed_of(self.found)
+        self.model = self.service.resolve(self.fields.get("model"))
+        self.seed = seed_of(self.fields)
         self.created = int(time.time())
-        given = self.found.get("request_id")
-        self.id = f"{self.prefix}-{given or secrets.token_hex(12)}"
+        stated = self.fields.get("request_id")
+        self.id = f"{self.prefix}-{stated or secrets.token_hex(12)}"
         self.owner: str = self.request.scope["owner"]
         self.usage = Usage()
 
@@ -111,12 +111,12 @@ class Call:
         cls,
         service: Service,
         request: Request,
-        table: Table,
+        table: FieldTable,
         body: Any,
         prefix: str,
         *,
         reports: bool = False,
-    ) -> Call:
+    ) -> ApiCall:
         """Checks the body by the route's table.
 
         Args:
@@ -127,17 +127,17 @@ class Call:
         """
         reports = reports or service.settings.reports_unknown_fields
         ignored: list[str] | None = [] if reports else None
-        found = table.parse(body, ignored=ignored)
+        fields = table.parse(body, ignored=ignored)
         body.clear()  # what changes nothing need not stay while the request runs
-        return cls(service, request, found, prefix, ignored or [])
+        return cls(service, request, fields, prefix, ignored or [])
 
     @property
     def is_streamed(self) -> bool:
-        return bool(self.found.get("stream"))
+        return bool(self.fields.get("stream"))
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the answer."""
+        """Headers of the response."""
         seed = {"x-rooflax-seed": str(self.seed)}
         if not self.ignored:
             return seed
@@ -148,7 +148,7 @@ class Call:
     @property
     def cache_salt(self) -> str:
         """Keys share no cached prompts, where there are several."""
-        salt = self.found.get("cache_salt", "")
+        salt = self.fields.get("cache_salt", "")
         return f"{self.owner}:{salt}" if len(self.service.settings.api_keys) > 1 else salt
 
     def head(self, kind: str) -> dict[str, Any]:
@@ -159,16 +159,16 @@ class Call:
         }  # fmt: skip
 
     def timed(self) -> dict[str, Any]:
-        """What timings_per_token adds to every object of the answer."""
-        return {"timings": self.usage.timings()} if self.found.get("timings_per_token") else {}
+        """Fields that timings_per_token adds to every object of the response."""
+        return {"timings": self.usage.timings()} if self.fields.get("timings_per_token") else {}
 
     def stream_option(self, name: str) -> bool:
-        """Of stream_options.
+        """Value of one of stream_options.
 
         Raises:
             ApiError: there are some without a stream.
         """
-        options = self.found.get("stream_options")
+        options = self.fields.get("stream_options")
         if options is not None and not self.is_streamed:
             raise ApiError(
                 "stream_options is given without stream; say stream: true, or drop it.",
@@ -179,8 +179,8 @@ class Call:
     async def whole(self, answer: Any) -> Json:
         """The answer as one document, as long as the client is there."""
         async with asyncio.timeout(self.service.settings.request_s):
-            found = await while_connected(self.request, answer)
-        return Json(found, headers=self.headers)
+            document = await while_connected(self.request, answer)
+        return Json(document, headers=self.headers)
 
     def events(self, pieces: AsyncGenerator[bytes, None], failed: Any) -> Events:
         """The answer as a stream."""
@@ -194,8 +194,8 @@ async def completions_of(deltas: AsyncGenerator[Delta, None], usage: Usage) -> l
         EngineError: the engine was shut down meanwhile.
     """
     done: dict[tuple[int, int], Completion] = {}
-    async with aclosing(deltas) as given:
-        async for delta in given:
+    async with aclosing(deltas) as stream:
+        async for delta in stream:
             usage.count(delta)
             if delta.completion is not None:
                 check_finished(delta.completion)
@@ -216,9 +216,9 @@ def check_finished(completion: Completion) -> None:
 
 
 def token_ids(
-    found: Mapping[str, Any], tokens: Sequence[int], prompt: Sequence[int]
+    fields: Mapping[str, Any], tokens: Sequence[int], prompt: Sequence[int]
 ) -> dict[str, Any]:
-    """What return_token_ids adds to a choice."""
-    if not found.get("return_token_ids"):
+    """Fields that return_token_ids adds to a choice."""
+    if not fields.get("return_token_ids"):
         return {}
     return {"token_ids": list(tokens), "prompt_token_ids": list(prompt)}

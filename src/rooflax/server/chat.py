@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: a conversation goes on."""
+"""POST /v1/chat/completions: create a chat completion."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rooflax.server.answers import DONE, event
-from rooflax.server.call import Call, token_ids
+from rooflax.server.call import ApiCall, token_ids
 from rooflax.server.completions import failed
 from rooflax.server.reader import Event
 from rooflax.server.service import Service
 from rooflax.server.tables import CHAT
-from rooflax.server.turn import Piece, Spelled, Turn
+from rooflax.server.turn import ChatTurn, Piece, Spelled
 
 
 async def chat(service: Service, request: Request, body: Any) -> Response:
-    """POST /v1/chat/completions: a conversation goes on."""
-    call = Call.of(service, request, CHAT, body, "chatcmpl")
-    answer = _Answer(call)
+    """POST /v1/chat/completions: create a chat completion."""
+    call = ApiCall.of(service, request, CHAT, body, "chatcmpl")
+    answer = _ChatAnswer(call)
     if call.is_streamed:
         usage = call.stream_option("include_usage"), call.stream_option("continuous_usage_stats")
         return call.events(answer.stream(*usage), failed)
@@ -45,17 +45,17 @@ class _Whole:
     last: Piece | None = None
 
 
-class _Answer:
-    def __init__(self, call: Call):
+class _ChatAnswer:
+    def __init__(self, call: ApiCall):
         self.call = call
-        self.turn = Turn(call, call.found)
+        self.turn = ChatTurn(call, call.fields)
         self.spelling = call.service.spelling
         field_of = call.service.settings.reasoning_field
         names = ("reasoning_content", "reasoning") if field_of == "both" else (field_of,)
-        self.reasoning_names = names if call.found.get("include_reasoning", True) else ()
+        self.reasoning_names = names if call.fields.get("include_reasoning", True) else ()
 
     def _logprobs(self, tokens: list[Spelled]) -> dict[str, Any] | None:
-        if not self.call.found.get("logprobs"):
+        if not self.call.fields.get("logprobs"):
             return None
         return {"content": [each.entry for each in tokens], "refusal": None}
 
@@ -110,7 +110,7 @@ class _Answer:
             choice["prompt_logprobs"] = self.spelling.prompt(
                 completion.prompt_tokens, completion.prompt_logprobs
             )
-        return choice | token_ids(self.call.found, sample.tokens, completion.prompt_tokens)
+        return choice | token_ids(self.call.fields, sample.tokens, completion.prompt_tokens)
 
     async def stream(self, has_usage: bool, has_usage_each: bool) -> AsyncGenerator[bytes, None]:
         """The answer as events."""
@@ -121,9 +121,9 @@ class _Answer:
         def chunk(index: int, delta: dict[str, Any], **more: Any) -> bytes:
             choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
             stated = {"usage": usage.openai() if has_usage_each else None}
-            found = head | {"choices": [choice | more]}
-            found |= (stated if has_usage or has_usage_each else {}) | self.call.timed()
-            return event(found)
+            document = head | {"choices": [choice | more]}
+            document |= (stated if has_usage or has_usage_each else {}) | self.call.timed()
+            return event(document)
 
         async with aclosing(self.turn.pieces()) as pieces:
             async for piece in pieces:
@@ -143,11 +143,11 @@ class _Answer:
         yield DONE
 
     def _of_tokens(self, piece: Piece) -> dict[str, Any]:
-        """What is said of tokens, beside their text."""
+        """Fields of a chunk that describe its tokens."""
         more: dict[str, Any] = {}
         if piece.tokens:
             more["logprobs"] = self._logprobs(piece.tokens)
-        if self.call.found.get("return_token_ids") and piece.delta.tokens:
+        if self.call.fields.get("return_token_ids") and piece.delta.tokens:
             more["token_ids"] = list(piece.delta.tokens)
         return more
 

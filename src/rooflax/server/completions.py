@@ -1,4 +1,4 @@
-"""POST /v1/completions: text goes on."""
+"""POST /v1/completions: create a text completion."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.responses import Response
 from rooflax.completion import Completion, Delta
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.server.answers import DONE, event
-from rooflax.server.call import Call, check_finished, completions_of, token_ids
+from rooflax.server.call import ApiCall, check_finished, completions_of, token_ids
 from rooflax.server.errors import ApiError, openai_body
 from rooflax.server.sampling import Place, form_field, form_of, sampling_params
 from rooflax.server.service import Service
@@ -23,10 +23,10 @@ DEFAULT_MAX_TOKENS = 16
 
 
 async def completions(service: Service, request: Request, body: Any) -> Response:
-    """POST /v1/completions: text goes on."""
-    call = Call.of(service, request, COMPLETIONS, body, "cmpl")
-    prompts = _prompts(call.found["prompt"])
-    answer = _Answer(call, prompts, await _params(call, len(prompts)))
+    """POST /v1/completions: create a text completion."""
+    call = ApiCall.of(service, request, COMPLETIONS, body, "cmpl")
+    prompts = _prompts(call.fields["prompt"])
+    answer = _CompletionAnswer(call, prompts, await _params(call, len(prompts)))
     if call.is_streamed:
         usage = call.stream_option("include_usage"), call.stream_option("continuous_usage_stats")
         return call.events(answer.stream(*usage), failed)
@@ -39,19 +39,19 @@ def failed(error: ApiError) -> bytes:
     return event(openai_body(error)) + DONE
 
 
-def _prompts(given: str | list[Any]) -> list[str | list[int]]:
+def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
     """
     Raises:
         ApiError: they are too many, empty, or of different kinds.
     """
-    if isinstance(given, str):
-        prompts: list[Any] = [given]
-    elif all(isinstance(item, int) for item in given):
-        prompts = [given]
-    elif any(isinstance(item, int) for item in given):
+    if isinstance(prompt, str):
+        prompts: list[Any] = [prompt]
+    elif all(isinstance(item, int) for item in prompt):
+        prompts = [prompt]
+    elif any(isinstance(item, int) for item in prompt):
         raise ApiError("prompt mixes token ids with other prompts.", param="prompt")
     else:
-        prompts = given
+        prompts = prompt
     if len(prompts) > MAX_PROMPTS:
         raise ApiError(
             f"There are {len(prompts)} prompts; at most {MAX_PROMPTS} are taken.", param="prompt"
@@ -61,15 +61,15 @@ def _prompts(given: str | list[Any]) -> list[str | list[int]]:
     return prompts
 
 
-async def _params(call: Call, num_prompts: int) -> SamplingParams:
-    found = call.found
-    max_tokens, echo = found.get("max_tokens", DEFAULT_MAX_TOKENS), found.get("echo", False)
-    samples, logprobs = found.get("n", 1), found.get("logprobs")
+async def _params(call: ApiCall, num_prompts: int) -> SamplingParams:
+    fields = call.fields
+    max_tokens, echo = fields.get("max_tokens", DEFAULT_MAX_TOKENS), fields.get("echo", False)
+    samples, logprobs = fields.get("n", 1), fields.get("logprobs")
     if max_tokens == 0 and not echo:
         raise ApiError("max_tokens is 0 without echo; ask for a token.", param="max_tokens")
-    if found.get("best_of", samples) != samples:
+    if fields.get("best_of", samples) != samples:
         raise ApiError(
-            f"best_of is {found['best_of']} and n is {samples}; they must be equal.",
+            f"best_of is {fields['best_of']} and n is {samples}; they must be equal.",
             code="unsupported_value",
             param="best_of",
         )
@@ -80,8 +80,8 @@ async def _params(call: Call, num_prompts: int) -> SamplingParams:
         )
     further: dict[str, Any] = {"max_tokens": max(1, max_tokens), "logprobs": logprobs}
     if echo and logprobs is not None:
-        further["prompt_logprobs"] = max(logprobs, found.get("prompt_logprobs", 0))
-    if found.get("use_beam_search"):
+        further["prompt_logprobs"] = max(logprobs, fields.get("prompt_logprobs", 0))
+    if fields.get("use_beam_search"):
         if samples < 2 or call.is_streamed:
             why = "is streamed" if call.is_streamed else "has n 1"
             raise ApiError(
@@ -89,31 +89,31 @@ async def _params(call: Call, num_prompts: int) -> SamplingParams:
                 param="use_beam_search",
             )
         further["num_beams"] = samples
-    return sampling_params(found, call.seed, form_of(found), **further)
+    return sampling_params(fields, call.seed, form_of(fields), **further)
 
 
 @dataclass
-class _Answer:
-    """What is said of each prompt's samples."""
+class _CompletionAnswer:
+    """Response with the samples of every prompt."""
 
-    call: Call
+    call: ApiCall
     prompts: list[str | list[int]]
     params: SamplingParams
 
     def __post_init__(self) -> None:
-        found, tokenizer = self.call.found, self.call.service.ready().llm.tokenizer
-        self.echoes = found.get("echo", False)
-        self.says_nothing = found.get("max_tokens") == 0
+        fields, tokenizer = self.call.fields, self.call.service.ready().llm.tokenizer
+        self.echoes = fields.get("echo", False)
+        self.says_nothing = fields.get("max_tokens") == 0
         self.spelling = self.call.service.spelling
         self.decode = tokenizer.decode
         self.ids: list[list[int]] = []
 
     async def _deltas(self) -> AsyncGenerator[Delta, None]:
-        call, found = self.call, self.call.found
+        call, fields = self.call, self.call.fields
         with call.service.reserved(len(self.prompts) * self.params.n, call.owner):
             self.ids = [
                 await call.service.encode(
-                    prompt, add_special_tokens=found.get("add_special_tokens", True)
+                    prompt, add_special_tokens=fields.get("add_special_tokens", True)
                 )
                 if isinstance(prompt, str)
                 else prompt
@@ -122,26 +122,25 @@ class _Answer:
             for ids in self.ids:
                 call.service.check_length(len(ids), self.params.max_tokens, "max_tokens")
                 call.usage.prompt_tokens += len(ids)
-            stream = call.service.stream(
+            async with call.service.stream(
                 self.ids,
                 self.params,
                 owner=call.owner,
                 model=call.model,
                 cache_salt=call.cache_salt,
-                form_field=form_field(found),
-            )
-            async with aclosing(stream) as deltas:
+                form_field=form_field(fields),
+            ) as deltas:
                 async for delta in deltas:
                     yield delta
 
     async def whole(self) -> dict[str, Any]:
         """The answer as one document."""
         usage = self.call.usage
-        found = await completions_of(self._deltas(), usage)
+        completions = await completions_of(self._deltas(), usage)
         if self.says_nothing:
             usage.completion_tokens = 0
         choices = []
-        for number, completion in enumerate(found):
+        for number, completion in enumerate(completions):
             prompt = number // self.params.n
             choices.append(self._choice(number, prompt, completion))
         said = {"choices": choices, "usage": usage.openai()}
@@ -157,28 +156,28 @@ class _Answer:
             "finish_reason": "length" if self.says_nothing else completion.finish_reason,
             "stop_reason": None if self.says_nothing else completion.stop_reason,
         }
-        if "prompt_logprobs" in self.call.found:
+        if "prompt_logprobs" in self.call.fields:
             choice["prompt_logprobs"] = self.spelling.prompt(
                 self.ids[prompt], completion.prompt_logprobs or ()
             )
-        return choice | token_ids(self.call.found, tokens, self.ids[prompt])
+        return choice | token_ids(self.call.fields, tokens, self.ids[prompt])
 
     def _logprobs(self, prompt: int, tokens: Any, completion: Completion) -> dict[str, Any] | None:
         if completion.logprobs is None:
             return None
-        found = completion.logprobs[: len(tokens)]
+        logprobs = completion.logprobs[: len(tokens)]
         if not self.echoes:
-            return self.spelling.completion(tokens, found, Place())
+            return self.spelling.completion(tokens, logprobs, Place())
         before = completion.prompt_logprobs or ()
         return self.spelling.completion(
-            [*self.ids[prompt], *tokens], [None, *before, *found], Place()
+            [*self.ids[prompt], *tokens], [None, *before, *logprobs], Place()
         )
 
     def _echoed(self, prompt: int) -> str:
         if not self.echoes:
             return ""
-        given = self.prompts[prompt]
-        return given if isinstance(given, str) else self.decode(given)
+        asked = self.prompts[prompt]
+        return asked if isinstance(asked, str) else self.decode(asked)
 
     async def stream(self, has_usage: bool, has_usage_each: bool) -> AsyncGenerator[bytes, None]:
         """The answer as events."""
@@ -224,13 +223,13 @@ class _Answer:
         choice = _piece(number, text)
         if delta.logprobs:
             choice["logprobs"] = self.spelling.completion(tokens, delta.logprobs, place)
-        if self.call.found.get("return_token_ids"):
+        if self.call.fields.get("return_token_ids"):
             choice["token_ids"] = list(tokens)
         if completion is not None:
             check_finished(completion)
             choice["finish_reason"] = "length" if self.says_nothing else completion.finish_reason
             choice["stop_reason"] = None if self.says_nothing else completion.stop_reason
-            if "prompt_logprobs" in self.call.found:
+            if "prompt_logprobs" in self.call.fields:
                 choice["prompt_logprobs"] = self.spelling.prompt(
                     self.ids[delta.prompt], completion.prompt_logprobs or ()
                 )

@@ -10,7 +10,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rooflax.server.call import Call
+from rooflax.server.call import ApiCall
 from rooflax.server.errors import ApiError
 from rooflax.server.service import Service
 from rooflax.server.tables import EMBEDDINGS, MAX_TEXTS, RERANK
@@ -24,19 +24,19 @@ Encode = Callable[["Embedder"], list[list[int]]]
 async def embeddings(service: Service, request: Request, body: Any) -> Response:
     """POST /v1/embeddings: vectors of texts."""
     _check(service, scores=False)
-    call = Call.of(service, request, EMBEDDINGS, body, "embd")
-    texts, dimensions = _texts(call.found["input"]), call.found.get("dimensions")
+    call = ApiCall.of(service, request, EMBEDDINGS, body, "embd")
+    texts, dimensions = _texts(call.fields["input"]), call.fields.get("dimensions")
     embedder = service.ready().llm.embedder
     embedder.check_dimensions(dimensions)
-    is_packed = call.found.get("encoding_format") == "base64"
-    how = call.found.get("prompt_name"), None, call.found.get("truncate_prompt_tokens")
-    embedder.longest(how[2])
+    is_packed = call.fields.get("encoding_format") == "base64"
+    options = call.fields.get("prompt_name"), None, call.fields.get("truncate_prompt_tokens")
+    embedder.longest(options[2])
 
     async def answer() -> dict[str, Any]:
-        done = await _pooled(call, lambda e: [e.text_ids(t, *how) for t in texts], len(texts))
+        done = await _pooled(call, lambda e: [e.text_ids(t, *options) for t in texts], len(texts))
         vectors = embedder.vectors(done, dimensions, None)
-        found = [_packed(vector) if is_packed else vector.tolist() for vector in vectors]
-        data = [{"object": "embedding", "index": i, "embedding": v} for i, v in enumerate(found)]
+        encoded = [_packed(vector) if is_packed else vector.tolist() for vector in vectors]
+        data = [{"object": "embedding", "index": i, "embedding": v} for i, v in enumerate(encoded)]
         return {"object": "list", "data": data, "model": call.model, "usage": _usage(call)}
 
     return await call.whole(answer())
@@ -45,24 +45,24 @@ async def embeddings(service: Service, request: Request, body: Any) -> Response:
 async def rerank(service: Service, request: Request, body: Any) -> Response:
     """POST /v1/rerank: scores of documents, with the bodies of Cohere and Jina."""
     _check(service, scores=True)
-    call = Call.of(service, request, RERANK, body, "rerank")
-    found, embedder = call.found, service.ready().llm.embedder
-    documents = [text if isinstance(text, str) else text.get("text") for text in found["documents"]]
+    call = ApiCall.of(service, request, RERANK, body, "rerank")
+    asked, embedder = call.fields, service.ready().llm.embedder
+    documents = [text if isinstance(text, str) else text.get("text") for text in asked["documents"]]
     if not 1 <= len(documents) <= MAX_TEXTS:
         said = f"There are {len(documents)} documents; 1 to {MAX_TEXTS} are taken."
         raise ApiError(said, param="documents")
-    query = found["query"]
-    how = found.get("instruction"), found.get("truncate_prompt_tokens")
-    embedder.longest(how[1])
+    query = asked["query"]
+    options = asked.get("instruction"), asked.get("truncate_prompt_tokens")
+    embedder.longest(options[1])
 
     def encoded(embedder: Embedder) -> list[list[int]]:
-        return [embedder.pair_ids(query, document, *how) for document in documents]
+        return [embedder.pair_ids(query, document, *options) for document in documents]
 
     async def answer() -> dict[str, Any]:
         scores = embedder.scores(await _pooled(call, encoded, len(documents)))
         order = sorted(range(len(scores)), key=lambda index: -scores[index])
-        results = [{"index": i, "relevance_score": scores[i]} for i in order[: found.get("top_n")]]
-        if found.get("return_documents"):
+        results = [{"index": i, "relevance_score": scores[i]} for i in order[: asked.get("top_n")]]
+        if asked.get("return_documents"):
             results = [r | {"document": {"text": documents[r["index"]]}} for r in results]
         return {"id": call.id, "model": call.model, "results": results, "usage": _usage(call)}
 
@@ -80,21 +80,21 @@ def _check(service: Service, *, scores: bool) -> None:
         raise ApiError(f"This server's model does not {what}.", status=501, code="not_implemented")
 
 
-def _texts(given: str | list[Any]) -> list[str | list[int]]:
+def _texts(listed: str | list[Any]) -> list[str | list[int]]:
     """
     Raises:
         ApiError: they are too many, or of different kinds.
     """
-    if isinstance(given, str) or (given and all(isinstance(item, int) for item in given)):
-        return [given]
-    if any(isinstance(item, int) for item in given):
+    if isinstance(listed, str) or (listed and all(isinstance(item, int) for item in listed)):
+        return [listed]
+    if any(isinstance(item, int) for item in listed):
         raise ApiError("input mixes token ids with other texts.", param="input")
-    if not 1 <= len(given) <= MAX_TEXTS:
-        raise ApiError(f"There are {len(given)} texts; 1 to {MAX_TEXTS} are taken.", param="input")
-    return given
+    if not 1 <= len(listed) <= MAX_TEXTS:
+        raise ApiError(f"There are {len(listed)} texts; 1 to {MAX_TEXTS} are taken.", param="input")
+    return listed
 
 
-async def _pooled(call: Call, encode: Encode, count: int) -> Any:
+async def _pooled(call: ApiCall, encode: Encode, count: int) -> Any:
     """The texts' sequences, each with its vector."""
     service, engine = call.service, call.service.ready()
     with service.reserved(min(count, service.slots), call.owner):
@@ -107,7 +107,7 @@ async def _pooled(call: Call, encode: Encode, count: int) -> Any:
     return done
 
 
-def _usage(call: Call) -> dict[str, int]:
+def _usage(call: ApiCall) -> dict[str, int]:
     tokens = call.usage.prompt_tokens
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 

@@ -1,4 +1,4 @@
-"""What goes wrong over HTTP: a status, a code and one sentence, in the body of each API."""
+"""HTTP errors: a status, a code and one sentence, in the body of each API."""
 
 from __future__ import annotations
 
@@ -43,11 +43,9 @@ class ApiError(RooflaxError):
     @property
     def type(self) -> str:
         """The class of error that clients of OpenAI's API know."""
-        return TYPES.get(self.status, _other(self.status))
-
-
-def _other(status: int) -> str:
-    return "invalid_request_error" if status < 500 else "server_error"
+        return TYPES.get(
+            self.status, "invalid_request_error" if self.status < 500 else "server_error"
+        )
 
 
 def as_api_error(error: BaseException) -> ApiError:

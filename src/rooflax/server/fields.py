@@ -22,7 +22,7 @@ class Field:
     """A field of a JSON object.
 
     Attributes:
-        type: of a value as msgspec knows it, or a `Table`, or a list of one `Table`.
+        type: of a value as msgspec knows it, or a `FieldTable`, or a list of one `FieldTable`.
         text: what it does; of a rejected field, why.
         policy: a label changes no token and is accepted; "rejected" is an error.
         harmless: values of a rejected field that mean what happens anyway.
@@ -37,12 +37,12 @@ class Field:
     required: bool = False
 
 
-def present(given: Mapping[str, Any]) -> dict[str, Any]:
+def present(fields: Mapping[str, Any]) -> dict[str, Any]:
     """An object without its nulls, which mean that a field is left out."""
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
-class Table:
+class FieldTable:
     """The fields of an object, by name.
 
     Args:
@@ -54,7 +54,7 @@ class Table:
         self._passes_others = passes_others
 
     def parse(
-        self, given: Any, where: str = "", *, ignored: list[str] | None = None
+        self, body: Any, where: str = "", *, ignored: list[str] | None = None
     ) -> dict[str, Any]:
         """An object's honoured fields, checked; null counts as absent.
 
@@ -65,13 +65,13 @@ class Table:
         Raises:
             ApiError: with the field.
         """
-        if not isinstance(given, Mapping):
+        if not isinstance(body, Mapping):
             raise ApiError(
-                f"{where or 'The body'} is {given!r:.60}; it must be a JSON object.",
+                f"{where or 'The body'} is {body!r:.60}; it must be a JSON object.",
                 param=where or None,
             )
-        found = {}
-        for name, value in present(given).items():
+        values = {}
+        for name, value in present(body).items():
             path = f"{where}.{name}" if where else name
             field = self.fields.get(name)
             if field is None:
@@ -80,12 +80,12 @@ class Table:
             else:
                 read = _read(field, path, value, ignored)
                 if field.policy == "honoured":
-                    found[name] = read
+                    values[name] = read
         for field in self.fields.values():
-            if field.required and field.name not in found:
+            if field.required and field.name not in values:
                 path = f"{where}.{field.name}" if where else field.name
                 raise ApiError(f"{path} is missing ({field.text}).", param=path)
-        return found
+        return values
 
     def schema(self) -> dict[str, Any]:
         """As JSON Schema; rejected fields are left out."""
@@ -116,7 +116,7 @@ def _read(field: Field, path: str, value: Any, ignored: list[str] | None) -> Any
                 f"{path} is not supported: {field.text}.", code="unsupported_value", param=path
             )
         return None
-    if isinstance(field.type, Table):
+    if isinstance(field.type, FieldTable):
         return field.type.parse(value, path, ignored=ignored)
     if isinstance(field.type, list):
         if not isinstance(value, list):
@@ -158,12 +158,12 @@ def one_of(name: str, value: Any, known: Sequence[str]) -> None:
 
 
 def _schema(field: Field) -> dict[str, Any]:
-    if isinstance(field.type, Table):
-        found = field.type.schema()
+    if isinstance(field.type, FieldTable):
+        schema = field.type.schema()
     elif isinstance(field.type, list):
-        found = {"type": "array", "items": field.type[0].schema()}
+        schema = {"type": "array", "items": field.type[0].schema()}
     else:
-        found = msgspec.json.schema(field.type)
-    if "pattern" in found:  # in JSON Schema's regexes $ is the very end, and \Z is not known
-        found["pattern"] = found["pattern"].replace(r"\Z", "$")
-    return {**found, "description": field.text}
+        schema = msgspec.json.schema(field.type)
+    if "pattern" in schema:  # in JSON Schema's regexes $ is the very end, and \Z is not known
+        schema["pattern"] = schema["pattern"].replace(r"\Z", "$")
+    return {**schema, "description": field.text}

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from rooflax.errors import RequestError
 from rooflax.fields.sampling import check_regex
 from rooflax.server.errors import ApiError
-from rooflax.server.formats import CALL_KEYS, Calls, Format, Tags
+from rooflax.server.formats import CALL_KEYS, Calls, Format, Style, Tags
 from rooflax.server.notation import Notation
 
 Thinks = Literal["opened", "may", "not"]
@@ -35,7 +35,7 @@ _KNOWN = {
 }
 
 
-class Grammar:
+class LarkGrammar:
     """Rules that are being written.
 
     Args:
@@ -92,7 +92,7 @@ class Grammar:
 
 
 class Unforceable(Exception):
-    """Why a format's notation cannot force a schema."""
+    """Reason why a format's notation cannot force a schema."""
 
 
 def call_alone(
@@ -107,7 +107,7 @@ def call_alone(
     calls = format.calls if format is not None else None
     if calls is None or calls.grammar is None:
         return None
-    grammar = Grammar(special)
+    grammar = LarkGrammar(special)
     return grammar.finish(_call(grammar, calls, name, schema))
 
 
@@ -137,7 +137,7 @@ def call_grammar(
     written = calls.grammar if calls is not None else None
     if calls is None or written is None:
         return None
-    grammar = Grammar(special)
+    grammar = LarkGrammar(special)
     # Beside a form that begins as a call does, both have to be the same kind of rule.
     write = _json_call if form and calls.style == "json" and calls.is_whole_message else _call
     call = grammar.choice([write(grammar, calls, name, each) for name, each in schemas.items()])
@@ -155,7 +155,7 @@ def call_grammar(
 
 
 def _with_text(
-    grammar: Grammar,
+    grammar: LarkGrammar,
     calls: Calls,
     schemas: Mapping[str, Any],
     parts: tuple[str, str],
@@ -204,8 +204,8 @@ def _escaped(text: str) -> str:
     return re.escape(text).replace("/", r"\/")
 
 
-def _thought(grammar: Grammar, format: Format, thinks: Thinks) -> str:
-    """What may, or has to, come before the answer."""
+def _thought(grammar: LarkGrammar, format: Format, thinks: Thinks) -> str:
+    """Optional or required prefix before the answer: reasoning or channels."""
     if format.channels is not None:
         ways = [
             f"{grammar.text(each)} {grammar.until(format.channels.close)}"
@@ -234,7 +234,7 @@ def behind_reasoning(
         return dict(form)
     if "grammar" in form and thinks == "may":
         return dict(form)
-    grammar = Grammar(special)
+    grammar = LarkGrammar(special)
     answer = grammar.rule(_form(form, "reasoning"))
     opened = f"{grammar.text(format.channels.answer)} " if format.channels else ""
     thought = _thought(grammar, format, thinks)
@@ -266,7 +266,13 @@ def _form(form: Mapping[str, Any], beside: str) -> str:
 
 
 def _call(
-    grammar: Grammar, calls: Calls, name: str, schema: Any, *, skipped: str = "", before: str = ""
+    grammar: LarkGrammar,
+    calls: Calls,
+    name: str,
+    schema: Any,
+    *,
+    skipped: str = "",
+    before: str = "",
 ) -> str:
     """One call, without the part of its head that was said already."""
     assert calls.grammar is not None
@@ -275,22 +281,39 @@ def _call(
     if calls.grammar.has_id:
         length = calls.id_length
         opened += f" /[A-Za-z0-9]{{{length}}}/ {grammar.text(calls.name_close)}"
-    if calls.style == "json":
-        return f"{opened} {grammar.json(_object(schema))} {grammar.text('}' + after)}"
-    if calls.tags is not None:
-        body = _any_tagged(grammar, calls.tags) if schema is None else (
-            _tagged(grammar, calls, schema)
-        )  # fmt: skip
-        return f"{opened} {body} {grammar.text(calls.tags.body_end + after)}"
-    notation = calls.notation
-    if notation is not None:
-        values = _Values(grammar, notation, schema or {})
-        body = values.any_arguments() if schema is None else values.arguments()
-        return f"{opened} {body} {grammar.text(after)}"
-    return f"{opened} {grammar.json(_object(schema))} {grammar.text(after)}"
+    arguments, end = ARGUMENTS[calls.style](grammar, calls, schema)
+    return f"{opened} {arguments} {grammar.text(end + after)}"
 
 
-def _json_call(grammar: Grammar, calls: Calls, name: str, schema: Any) -> str:
+def _json_arguments(grammar: LarkGrammar, calls: Calls, schema: Any) -> tuple[str, str]:
+    return grammar.json(_object(schema)), "}" if calls.style == "json" else ""
+
+
+def _tagged_arguments(grammar: LarkGrammar, calls: Calls, schema: Any) -> tuple[str, str]:
+    assert calls.tags is not None
+    if schema is None:
+        return _any_tagged(grammar, calls.tags), calls.tags.body_end
+    return _tagged(grammar, calls, schema), calls.tags.body_end
+
+
+def _noted_arguments(grammar: LarkGrammar, calls: Calls, schema: Any) -> tuple[str, str]:
+    assert calls.notation is not None
+    values = _Values(grammar, calls.notation, schema or {})
+    return values.any_arguments() if schema is None else values.arguments(), ""
+
+
+ARGUMENTS: dict[Style, Callable[[LarkGrammar, Calls, Any], tuple[str, str]]] = {
+    "json": _json_arguments,
+    "named": _json_arguments,
+    "harmony": _json_arguments,
+    "tagged": _tagged_arguments,
+    "python": _noted_arguments,
+    "gemma": _noted_arguments,
+}
+"""By a format's style, the rule of a call's arguments and the text that ends them."""
+
+
+def _json_call(grammar: LarkGrammar, calls: Calls, name: str, schema: Any) -> str:
     """One call as JSON of a schema."""
     key = calls.arguments_key
     arguments = _moved(_object(schema), f"#/properties/{key}")
@@ -315,11 +338,11 @@ def _moved(schema: Any, to: str) -> Any:
     }
 
 
-def _tagged(grammar: Grammar, calls: Calls, schema: Mapping[str, Any]) -> str:
+def _tagged(grammar: LarkGrammar, calls: Calls, schema: Mapping[str, Any]) -> str:
     """Parameters one by one: texts as they are, everything else as JSON."""
     tags, shared = calls.tags, {k: schema[k] for k in ("$defs", "definitions") if k in schema}
     assert tags is not None
-    found = []
+    parameters = []
     for key, of_key in schema.get("properties", {}).items():
         head = grammar.text(tags.key_open + key + tags.key_close + tags.value_open)
         end = tags.value_close
@@ -332,11 +355,11 @@ def _tagged(grammar: Grammar, calls: Calls, schema: Mapping[str, Any]) -> str:
             json_schema = {**of_key, **shared} if isinstance(of_key, Mapping) else of_key
             value = f"%json {json.dumps(json_schema)} {grammar.text(end)}"
         optional = "" if key in schema.get("required", ()) else "?"
-        found.append(f"({head} {value}){optional}")
-    return " ".join(found) or '""'
+        parameters.append(f"({head} {value}){optional}")
+    return " ".join(parameters) or '""'
 
 
-def _any_tagged(grammar: Grammar, tags: Tags) -> str:
+def _any_tagged(grammar: LarkGrammar, tags: Tags) -> str:
     """Parameters of any names and texts."""
     value = grammar.until(tags.value_close)
     head, behind = grammar.text(tags.key_open), grammar.text(tags.key_close + tags.value_open)
@@ -370,7 +393,7 @@ def _check(schema: Mapping[str, Any], known: set[str]) -> None:
 class _Values:
     """Values of a notation by their schemas."""
 
-    def __init__(self, grammar: Grammar, notation: Notation, root: Mapping[str, Any]):
+    def __init__(self, grammar: LarkGrammar, notation: Notation, root: Mapping[str, Any]):
         self._grammar, self._notation, self._root = grammar, notation, root
         self._refs: dict[str, str] = {}
         self._any = ""

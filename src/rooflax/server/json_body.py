@@ -28,15 +28,15 @@ def read_json(body: bytes) -> Any:
     """
     _check_depth(body)
     try:
-        found = _DECODER.decode(body.decode("utf-8"))
-        json.dumps(found, ensure_ascii=False).encode("utf-8")
+        document = _DECODER.decode(body.decode("utf-8"))
+        json.dumps(document, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
         raise _invalid("it holds half a surrogate pair, which is no text") from None
     except UnicodeDecodeError as error:
         raise _invalid(f"byte {error.start} is not UTF-8") from None
     except json.JSONDecodeError as error:
         raise _invalid(f"{error.msg} at character {error.pos}") from None
-    return found
+    return document
 
 
 def _invalid(why: str) -> ApiError:
@@ -60,11 +60,11 @@ def _check_depth(body: bytes) -> None:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise _invalid(f"an object has the key {twice[:40]!r} twice")
-    return found
+    return members
 
 
 def _constant(text: str) -> NoReturn:

@@ -16,22 +16,22 @@ def listen(settings: Settings) -> socket.socket:
     Raises:
         RequestError: the address cannot be had.
     """
-    found = None
+    listener = None
     try:
         family, _, _, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        found = socket.socket(family, socket.SOCK_STREAM)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-        found.listen(BACKLOG)
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
     except OSError as error:
-        if found is not None:
-            found.close()
+        if listener is not None:
+            listener.close()
         reason = error.strerror or str(error)
         raise RequestError(
             f"host {settings.host} with port {settings.port} cannot be listened on ({reason}); "
             f"take another.",
             param="port",
         ) from None
-    return found
+    return listener

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from rooflax.fields.declaration import MESSAGES as MESSAGES_API
 from rooflax.loading.messages import call_arguments
 from rooflax.server.answers import Json, event
-from rooflax.server.call import Call
+from rooflax.server.call import ApiCall
 from rooflax.server.errors import ApiError, anthropic_body
 from rooflax.server.fields import convert, one_of, present
 from rooflax.server.reader import Event
@@ -21,7 +21,7 @@ from rooflax.server.rendering import render, tells_effort
 from rooflax.server.sampling import renamed
 from rooflax.server.service import Service
 from rooflax.server.tables import COUNT_TOKENS, FUNCTION, MESSAGES, SYSTEM
-from rooflax.server.turn import Turn
+from rooflax.server.turn import ChatTurn
 
 BILLING = "x-anthropic-billing-header"
 """Begins a text that differs with every request, and so would share no cached prompt."""
@@ -31,87 +31,87 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 
 async def messages(service: Service, request: Request, body: Any) -> Response:
     """POST /v1/messages: Anthropic's API."""
-    call = Call.of(service, request, MESSAGES, body, "msg", reports=True)
+    call = ApiCall.of(service, request, MESSAGES, body, "msg", reports=True)
     call.id = call.id.replace("msg-", "msg_", 1)
-    answer = _Answer(call)
-    if call.found.get("stream"):
+    answer = _MessageAnswer(call)
+    if call.fields.get("stream"):
         return call.events(answer.stream(), answer.failed)
     return await call.whole(answer.whole())
 
 
 async def count_tokens(service: Service, request: Request, body: Any) -> Response:
     """POST /v1/messages/count_tokens: how many tokens a prompt would have."""
-    call = Call.of(service, request, COUNT_TOKENS, body, "msg", reports=True)
+    call = ApiCall.of(service, request, COUNT_TOKENS, body, "msg", reports=True)
     prompt = await render(service, chat_fields(call))
     return Json({"input_tokens": len(prompt.ids)}, headers=call.headers)
 
 
-def chat_fields(call: Call) -> dict[str, Any]:
+def chat_fields(call: ApiCall) -> dict[str, Any]:
     """The same request as a chat's.
 
     Raises:
         ApiError: a message, block or tool cannot be.
     """
-    given, ignored = call.found, call.ignored
-    found = renamed(given, MESSAGES_API)
-    system = _system(given.get("system", ""), ignored)
+    fields, ignored = call.fields, call.ignored
+    chat_values = renamed(fields, MESSAGES_API)
+    system = _system(fields.get("system", ""), ignored)
     chat = [{"role": "system", "content": system}] if system else []
     places = ["system"] * len(chat)
-    for number, message in enumerate(map(present, given["messages"])):
+    for number, message in enumerate(map(present, fields["messages"])):
         where = f"messages[{number}]"
         chat += _message(message, where, ignored)
         places += [where] * (len(chat) - len(places))
-    found["messages"], found["places"] = chat, places
+    chat_values["messages"], chat_values["places"] = chat, places
     last = chat[-1] if chat else {}
     if last.get("role") == "assistant" and last.get("content") and "tool_calls" not in last:
-        found |= {"continue_final_message": True, "add_generation_prompt": False}
-    found["tools"] = _tools(given.get("tools", ()), ignored)
-    if "tool_choice" in given:
-        found |= _choice(given["tool_choice"])
-    if "format" in given.get("output_config", {}):
-        schema = given["output_config"]["format"]["schema"]
-        found["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
-    return found | _effort(call)
+        chat_values |= {"continue_final_message": True, "add_generation_prompt": False}
+    chat_values["tools"] = _tools(fields.get("tools", ()), ignored)
+    if "tool_choice" in fields:
+        chat_values |= _choice(fields["tool_choice"])
+    if "format" in fields.get("output_config", {}):
+        schema = fields["output_config"]["format"]["schema"]
+        chat_values["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+    return chat_values | _effort(call)
 
 
-def _effort(call: Call) -> dict[str, Any]:
-    """How much to reason; what the template cannot be told is reported."""
-    thinking, ignored = present(call.found.get("thinking", {})), call.ignored
-    effort = call.found.get("output_config", {}).get("effort")
-    kind, found = thinking.get("type"), {}
-    if "thinking" in call.found:
+def _effort(call: ApiCall) -> dict[str, Any]:
+    """Reasoning effort; settings that the template does not read are reported."""
+    thinking, ignored = present(call.fields.get("thinking", {})), call.ignored
+    effort = call.fields.get("output_config", {}).get("effort")
+    kind, changes = thinking.get("type"), {}
+    if "thinking" in call.fields:
         one_of("thinking.type", kind, _THINKING)
     if effort is not None:
         if kind != "disabled" and tells_effort(call.service, effort):
-            found = {"reasoning_effort": effort}
+            changes = {"reasoning_effort": effort}
         else:
             ignored.append("output_config.effort")
     if kind is not None:
-        wanted = "none" if kind == "disabled" else found.get("reasoning_effort", "high")
+        wanted = "none" if kind == "disabled" else changes.get("reasoning_effort", "high")
         if kind == "between_tools" or not tells_effort(call.service, wanted):
             ignored.append("thinking")
-            return found
-        found = {"reasoning_effort": wanted}
+            return changes
+        changes = {"reasoning_effort": wanted}
         ignored += [f"thinking.{name}" for name in thinking if name != "type"]
-    return found
+    return changes
 
 
-def _system(given: str | list[dict[str, Any]], ignored: list[str]) -> str:
-    texts = [_text(block, "system") for block in _blocks(given, "system")]
+def _system(content: str | list[dict[str, Any]], ignored: list[str]) -> str:
+    texts = [_text(block, "system") for block in _blocks(content, "system")]
     kept = [text for text in texts if not text.startswith(BILLING)]
     if len(kept) < len(texts):
         ignored.append("system.billing_header")
     return "\n\n".join(text for text in kept if text)
 
 
-def _blocks(given: Any, where: str) -> list[dict[str, Any]]:
+def _blocks(content: Any, where: str) -> list[dict[str, Any]]:
     """Content as blocks, without nulls.
 
     Raises:
         ApiError: it is neither text nor a list of objects.
     """
-    found = convert(given, SYSTEM, where)
-    return [{"text": found}] if isinstance(found, str) else list(map(present, found))
+    blocks = convert(content, SYSTEM, where)
+    return [{"text": blocks}] if isinstance(blocks, str) else list(map(present, blocks))
 
 
 def _text(block: Mapping[str, Any], where: str) -> str:
@@ -174,17 +174,17 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any
             calls.append({"id": identity, "type": "function", "function": function})
         elif kind != "redacted_thinking":
             texts.append(_text(block, where))
-    found: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
     if calls:
-        found["tool_calls"] = calls
+        message["tool_calls"] = calls
     if thoughts:
-        found["reasoning_content"] = "".join(thoughts)
-    return found
+        message["reasoning_content"] = "".join(thoughts)
+    return message
 
 
-def _tools(given: Any, ignored: list[str]) -> list[dict[str, Any]]:
+def _tools(listed: Any, ignored: list[str]) -> list[dict[str, Any]]:
     tools = []
-    for number, tool in enumerate(map(present, given)):
+    for number, tool in enumerate(map(present, listed)):
         if tool.get("type", "custom") != "custom":
             ignored.append(f"tools[{number}].type={str(tool['type'])[:40]}")
             continue
@@ -195,31 +195,31 @@ def _tools(given: Any, ignored: list[str]) -> list[dict[str, Any]]:
     return tools
 
 
-def _choice(given: Mapping[str, Any]) -> dict[str, Any]:
-    kind, found = given.get("type"), dict[str, Any]()
+def _choice(choice: Mapping[str, Any]) -> dict[str, Any]:
+    kind, changes = choice.get("type"), dict[str, Any]()
     if kind == "tool":
-        found["tool_choice"] = {"type": "function", "name": given.get("name")}
+        changes["tool_choice"] = {"type": "function", "name": choice.get("name")}
     elif kind in ("auto", "any", "none"):
-        found["tool_choice"] = {"any": "required"}.get(kind, kind)
+        changes["tool_choice"] = {"any": "required"}.get(kind, kind)
     else:
         raise ApiError(
             f"tool_choice.type is {kind!r:.40}; it must be auto, any, tool or none.",
             param="tool_choice",
         )
-    if given.get("disable_parallel_tool_use"):
-        found["parallel_tool_calls"] = False
-    return found
+    if choice.get("disable_parallel_tool_use"):
+        changes["parallel_tool_calls"] = False
+    return changes
 
 
 _OF_TOOL = ("type", "input_schema", "cache_control")
 
 
-class _Answer:
+class _MessageAnswer:
     """The blocks of one answer; their events are all that a stream sends."""
 
-    def __init__(self, call: Call):
+    def __init__(self, call: ApiCall):
         self.call = call
-        self.turn = Turn(call, chat_fields(call))
+        self.turn = ChatTurn(call, chat_fields(call))
         self.blocks: list[dict[str, Any]] = []
         self.called, self.arguments = Event("call", ""), ""
         self.is_open = False

@@ -43,15 +43,12 @@ class Exporter:
         """A request to a route has ended."""
         self._http.labels(route, str(status)).inc()
 
-    def _labels(self) -> tuple[str, str]:
-        return self._service.names[0], "0"
-
     async def answer(self, request: Request) -> Response:
         """GET /metrics: numbers as Prometheus reads them."""
         return Response(generate_latest(self._registry), headers={"content-type": TYPE})
 
     def collect(self) -> Iterator[Metric]:
-        """What is read off the service at this moment."""
+        """Collects the service's metrics."""
         service = self._service
         uptime = time.monotonic() - service.started_s
         yield _gauge("rooflax:uptime_seconds", "Time since the start.", [((), uptime)], ())
@@ -76,20 +73,20 @@ class Exporter:
         if service.engine is not None and service.state != "loading":
             yield from self._engine(service.engine.metrics())
 
-    def _engine(self, found: Mapping[str, Any]) -> Iterator[Metric]:
-        labels: dict[str, str] = dict(zip(("model_name", "engine"), self._labels(), strict=True))
-        used, total = found["blocks_used"], found["blocks_total"]
+    def _engine(self, stats: Mapping[str, Any]) -> Iterator[Metric]:
+        labels = {"model_name": self._service.names[0], "engine": "0"}
+        used, total = stats["blocks_used"], stats["blocks_total"]
         usage = max((u / t for u, t in zip(used, total, strict=True) if t), default=0.0)
         for what, text, value in (
-            ("num_requests_running", "Sequences that run.", found["num_running"]),
-            ("num_requests_waiting", "Sequences that wait.", found["num_waiting"]),
+            ("num_requests_running", "Sequences that run.", stats["num_running"]),
+            ("num_requests_waiting", "Sequences that wait.", stats["num_waiting"]),
             ("kv_cache_usage_perc", "Used KV blocks, 1 is all.", usage),
         ):
             yield _with(GaugeMetricFamily(f"vllm:{what}", text, labels=list(labels)), labels, value)
-        if found["decode_roofline"] is not None:
+        if stats["decode_roofline"] is not None:
             text = "Decoding as a share of what the machine allows, of about fifty dispatches."
             family = GaugeMetricFamily("rooflax:decode_roofline_ratio", text, labels=list(labels))
-            yield _with(family, labels, found["decode_roofline"])
+            yield _with(family, labels, stats["decode_roofline"])
         blocks = GaugeMetricFamily(
             "rooflax:kv_blocks", "KV blocks by layer group.", labels=[*labels, "group", "state"]
         )
@@ -99,25 +96,25 @@ class Exporter:
         yield blocks
         for what, (key, text) in _ENGINE_COUNTERS.items():
             family = CounterMetricFamily(what, text, labels=list(labels))
-            yield _with(family, labels, found[key])
+            yield _with(family, labels, stats[key])
         success = CounterMetricFamily(
             "vllm:request_success", "Ended requests.", labels=[*labels, "finished_reason"]
         )
         for reason, label in _FINISHED.items():
-            success.add_metric([*labels.values(), label], found["num_finished"].get(reason, 0))
+            success.add_metric([*labels.values(), label], stats["num_finished"].get(reason, 0))
         yield success
         for what, (key, text) in _ENGINE_HISTOGRAMS.items():
-            yield _histogram(what, text, found[key], labels)
-        yield _waiting_for_capacity(found["num_waiting"], labels)
-        yield self._cache_config(found, labels)
-        if loras := found.get("loras"):
+            yield _histogram(what, text, stats[key], labels)
+        yield _waiting_for_capacity(stats["num_waiting"], labels)
+        yield self._cache_config(stats, labels)
+        if loras := stats.get("loras"):
             yield _loras(loras)
 
-    def _cache_config(self, found: Mapping[str, Any], labels: Mapping[str, str]) -> Metric:
+    def _cache_config(self, stats: Mapping[str, Any], labels: Mapping[str, str]) -> Metric:
         assert self._service.engine is not None
         config = {
-            "block_size": str(found["block_size"]),
-            "num_gpu_blocks": str(sum(found["blocks_total"])),
+            "block_size": str(stats["block_size"]),
+            "num_gpu_blocks": str(sum(stats["blocks_total"])),
             "enable_prefix_caching": str(self._service.engine.llm.plan.prefix_caching),
         }
         family = GaugeMetricFamily(
@@ -168,12 +165,12 @@ def _waiting_for_capacity(num_waiting: int, labels: Mapping[str, str]) -> Metric
     return _with(family, {**labels, "reason": "capacity"}, num_waiting)
 
 
-def _loras(found: Mapping[str, Any]) -> Metric:
-    """What routers read to send a request where its adapter is in use; the newest value counts."""
+def _loras(adapters: Mapping[str, Any]) -> Metric:
+    """Adapters in use, by which routers choose a server; the newest value counts."""
     labels = {
-        "max_lora": str(found["slots"]),
-        "running_lora_adapters": ",".join(found["running"]),
-        "waiting_lora_adapters": ",".join(found["waiting"]),
+        "max_lora": str(adapters["slots"]),
+        "running_lora_adapters": ",".join(adapters["running"]),
+        "waiting_lora_adapters": ",".join(adapters["waiting"]),
     }
     family = GaugeMetricFamily(
         "vllm:lora_requests_info", "Adapters in use, and when.", labels=list(labels)
@@ -202,11 +199,11 @@ def _counter(name: str, text: str, values: Mapping[str, int], label: str | None 
     return family
 
 
-def _histogram(name: str, text: str, found: Mapping[str, Any], labels: Mapping[str, str]) -> Metric:
+def _histogram(name: str, text: str, stats: Mapping[str, Any], labels: Mapping[str, str]) -> Metric:
     buckets, count = [], 0
-    for bound, number in zip([*found["bounds"], "+Inf"], found["counts"], strict=True):
+    for bound, number in zip([*stats["bounds"], "+Inf"], stats["counts"], strict=True):
         count += number
         buckets.append((str(bound), count))
     family = HistogramMetricFamily(name, text, labels=list(labels))
-    family.add_metric(list(labels.values()), buckets, found["total"])
+    family.add_metric(list(labels.values()), buckets, stats["total"])
     return family

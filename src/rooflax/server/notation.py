@@ -21,7 +21,7 @@ _NOTABLE = {quote: re.compile(rf"[\\{quote}]") for quote in "\"'"}
 
 
 class Notation(NamedTuple):
-    """How arguments are written.
+    """Notation of arguments.
 
     Attributes:
         quote: around texts, which then have no escapes; "" is quotes and escapes as in Python.
@@ -63,9 +63,9 @@ class Scanner:
         self.text, self.notation, self.at = text, notation, 0
 
     def skip(self) -> None:
-        found = _SPACE.match(self.text, self.at)
-        assert found is not None
-        self.at = found.end()
+        match = _SPACE.match(self.text, self.at)
+        assert match is not None
+        self.at = match.end()
 
     def take(self, wanted: str) -> bool:
         """Whether this comes next; it is behind us then."""
@@ -80,11 +80,11 @@ class Scanner:
 
     def match(self, pattern: re.Pattern[str]) -> str:
         self.skip()
-        found = pattern.match(self.text, self.at)
-        if found is None:
+        match = pattern.match(self.text, self.at)
+        if match is None:
             raise NoNotation
-        self.at = found.end()
-        return found[0]
+        self.at = match.end()
+        return match[0]
 
     @property
     def is_at_end(self) -> bool:
@@ -101,18 +101,18 @@ class Scanner:
         return self._pairs(notation.close, notation.assign.strip(), 1)
 
     def _pairs(self, close: str, assign: str, depth: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        pairs: dict[str, Any] = {}
 
         def pair() -> None:
             key = self._text() if self._quote() else self.match(_KEY)
             self.want(assign)
-            found[key] = self.value(depth)
+            pairs[key] = self.value(depth)
 
         self.several(close, pair)
-        return found
+        return pairs
 
     def several(self, close: str, one: Callable[[], Any]) -> None:
-        """What stands between commas, up to `close`."""
+        """Reads items between commas, up to `close`."""
         if self.take(close):
             return
         while True:
@@ -132,9 +132,9 @@ class Scanner:
         if self.take("{"):
             return self._pairs("}", ":", depth + 1)
         if self.take("["):
-            found: list[Any] = []
-            self.several("]", lambda: found.append(self.value(depth + 1)))
-            return found
+            items: list[Any] = []
+            self.several("]", lambda: items.append(self.value(depth + 1)))
+            return items
         number = _NUMBER.match(self.text, self.at)
         if number is not None:
             self.at = number.end()
@@ -146,7 +146,7 @@ class Scanner:
         return _WORDS[word]
 
     def _quote(self) -> str:
-        """What opens a text here; "" where none begins."""
+        """Opening quote at this place; "" if there is none."""
         self.skip()
         for quote in (self.notation.quote,) if self.notation.quote else ('"', "'"):
             if self.text.startswith(quote, self.at):
@@ -160,8 +160,8 @@ class Scanner:
             end = self.text.find(quote, self.at)
             if end < 0:
                 raise NoNotation
-            found, self.at = self.text[self.at : end], end + len(quote)
-            return found
+            inside, self.at = self.text[self.at : end], end + len(quote)
+            return inside
         parts: list[str] = []
         while (notable := _NOTABLE[quote].search(self.text, self.at)) is not None:
             parts.append(self.text[self.at : notable.start()])

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rooflax import __version__
-from rooflax.server.fields import Table
+from rooflax.server.fields import FieldTable
 
 _ERROR = {
     "type": "object",
@@ -26,7 +26,9 @@ _ERROR = {
 }
 
 
-def document(posts: Mapping[str, tuple[Any, Table]], gets: Mapping[str, Any]) -> dict[str, Any]:
+def document(
+    posts: Mapping[str, tuple[Any, FieldTable]], gets: Mapping[str, Any]
+) -> dict[str, Any]:
     """OpenAPI 3.1.
 
     Args:

@@ -2,7 +2,7 @@
 
 It is the sample's decoder, so stop strings are looked for in the content only. Every token costs
 the same, however long the answer is. What is no call is content, as it was written; one whose
-arguments turn out not to parse while they are streamed says so at its end.
+streamed arguments turn out not to parse is marked at its end.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from rooflax.loading.incremental import IncrementalDecoder
 from rooflax.server.arguments import (
     ArgumentStream,
-    Call,
     StringEnd,
+    ToolCall,
     calls_of,
     is_object,
     may_be_call,
@@ -29,7 +29,7 @@ from rooflax.server.formats import HARMONY, Calls, Format
 if TYPE_CHECKING:
     from rooflax.loading.tokenizer import Tokenizer
 
-Kind = Literal["content", "reasoning", "call", "arguments", "call_end"]
+EventKind = Literal["content", "reasoning", "call", "arguments", "call_end"]
 _TAIL_TOKENS = 32
 _HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>",
                   "<|call|>", "<|return|>")  # fmt: skip
@@ -44,8 +44,8 @@ _TOKENS = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]")
 _RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_-]{1,64})")
 
 
-class State(StrEnum):
-    """Where in an answer the text is."""
+class ReaderState(StrEnum):
+    """State of the reader."""
 
     CONTENT = "content"
     REASONING = "reasoning"
@@ -54,8 +54,8 @@ class State(StrEnum):
     """Of a harmony message: its channel and its recipient."""
 
 
-class Step(StrEnum):
-    """What takes the reader from state to state."""
+class ReaderStep(StrEnum):
+    """Event that moves the reader from state to state."""
 
     THINK = "reasoning opens"
     ANSWER = "reasoning closes"
@@ -65,16 +65,16 @@ class Step(StrEnum):
 
 
 TRANSITIONS = {
-    (State.CONTENT, Step.THINK): State.REASONING,
-    (State.REASONING, Step.ANSWER): State.CONTENT,
-    (State.CONTENT, Step.CALL): State.CALL,
-    (State.CALL, Step.END): State.CONTENT,
-    (State.CONTENT, Step.MESSAGE): State.HEADER,
-    (State.REASONING, Step.MESSAGE): State.HEADER,
-    (State.HEADER, Step.MESSAGE): State.HEADER,
-    (State.HEADER, Step.ANSWER): State.CONTENT,
-    (State.HEADER, Step.THINK): State.REASONING,
-    (State.HEADER, Step.CALL): State.CALL,
+    (ReaderState.CONTENT, ReaderStep.THINK): ReaderState.REASONING,
+    (ReaderState.REASONING, ReaderStep.ANSWER): ReaderState.CONTENT,
+    (ReaderState.CONTENT, ReaderStep.CALL): ReaderState.CALL,
+    (ReaderState.CALL, ReaderStep.END): ReaderState.CONTENT,
+    (ReaderState.CONTENT, ReaderStep.MESSAGE): ReaderState.HEADER,
+    (ReaderState.REASONING, ReaderStep.MESSAGE): ReaderState.HEADER,
+    (ReaderState.HEADER, ReaderStep.MESSAGE): ReaderState.HEADER,
+    (ReaderState.HEADER, ReaderStep.ANSWER): ReaderState.CONTENT,
+    (ReaderState.HEADER, ReaderStep.THINK): ReaderState.REASONING,
+    (ReaderState.HEADER, ReaderStep.CALL): ReaderState.CALL,
 }
 """docs/server.md draws them."""
 
@@ -89,7 +89,7 @@ class Event(NamedTuple):
         id: of a call, where the model has written one.
     """
 
-    kind: Kind
+    kind: EventKind
     text: str
     at: int = 0
     id: str = ""
@@ -129,7 +129,7 @@ class Reader:
         self._firsts = frozenset(mark[0] for mark in self._marks)
         self._pending = ""  # text that may be the beginning of a mark
         self._doubt: StringEnd | None = None  # text from a mark on that may be a part of a string
-        self._state = State.CONTENT
+        self._state = ReaderState.CONTENT
         self._has_content = self._trims = False
         self._space, self._space_at = "", 0  # white space that may turn out to stand before a call
         self._gaps: list[Event] = []  # around calls behind content; said if more content comes
@@ -146,25 +146,25 @@ class Reader:
         """What stands behind the mark of reasoning that the prompt has opened."""
         tail = tokenizer.decode(list(prompt)[-_TAIL_TOKENS:], skip_special_tokens=False)
         if self._is_harmony and tail:
-            self._go(Step.MESSAGE)
+            self._go(ReaderStep.MESSAGE)
         if self._reasoning is not None:
             opened, closed = tail.rfind(self._reasoning.open), tail.rfind(self._reasoning.close)
             if opened > closed:
-                self._go(Step.THINK)
+                self._go(ReaderStep.THINK)
                 self._unclosed = []
 
     def _texts(self) -> tuple[str, ...]:
         if self._is_harmony:
             return _HARMONY_MARKS
-        found: list[str] = []
+        texts: list[str] = []
         if self._reasoning is not None:
-            found += [self._reasoning.open, self._reasoning.close]
+            texts += [self._reasoning.open, self._reasoning.close]
         if self._calls is not None:
-            found += [*self._calls.open, *([self._calls.close] if self._calls.close else [])]
-            found += self._calls.skipped
+            texts += [*self._calls.open, *([self._calls.close] if self._calls.close else [])]
+            texts += self._calls.skipped
             if self._calls.tags is not None and self._calls.tags.body_end:
-                found.append(self._calls.tags.body_end)
-        return tuple(found)
+                texts.append(self._calls.tags.body_end)
+        return tuple(texts)
 
     def take(self, num_characters: int, *, is_last: bool = False) -> list[Event]:
         """The pieces since the last time in their order, as far as the content is certain.
@@ -173,32 +173,32 @@ class Reader:
             num_characters: of content that no stop string can cut any more.
             is_last: nothing follows; what is left is cut off.
         """
-        found: list[Event] = []
+        taken: list[Event] = []
         for number, each in enumerate(self._events):
             if each.kind == "content" and len(each.text) > num_characters:
                 kept, held = each.text[:num_characters], each.text[num_characters:]
                 if kept:
-                    found.append(each._replace(text=kept))
+                    taken.append(each._replace(text=kept))
                 self.certain = each.at + len(kept)
                 rest = self._events[number + 1 :]
                 self._events = [each._replace(text=held, at=self.certain), *rest]
-                return found
+                return taken
             if each.kind == "content":
                 num_characters -= len(each.text)
-            found.append(each)
+            taken.append(each)
         self._events, self.certain = [], sys.maxsize if is_last else self._settled
-        return found
+        return taken
 
     @property
     def _settled(self) -> int:
-        """Where what is held back begins."""
+        """Start of the text that is held back."""
         if self._call is not None and not self._call.is_certain:
             return self._call.at
         return self._space_at if self._space else self._at
 
     def push(self, token_id: int) -> str:
         """The content that became certain with this token."""
-        if self._state is State.REASONING:
+        if self._state is ReaderState.REASONING:
             self.num_reasoning_tokens += 1
         begun, is_skipped = self._decoded, token_id in self._skipped
         text = self._decoder.flush() if is_skipped else self._decoder.push(token_id)
@@ -211,7 +211,7 @@ class Reader:
         return self._content(number)
 
     def flush(self, *, is_cut: bool) -> str:
-        """What was held back, at the end of the answer.
+        """Returns the text that was held back, at the end of the answer.
 
         Reasoning that the prompt has opened and the model has not closed is the answer: it is read
         once more, for text and calls.
@@ -220,17 +220,17 @@ class Reader:
         self._read(self._decoder.flush(), is_last=True)
         if self._unclosed and not is_cut:
             text, self._unclosed, self._at, self._space = "".join(self._unclosed), None, 0, ""
-            self._go(Step.ANSWER)
+            self._go(ReaderStep.ANSWER)
             self._read_again(text, is_last=True)
-        if self._state is State.CALL:
+        if self._state is ReaderState.CALL:
             self._end_call(is_cut=is_cut)
-        if self._state is State.CONTENT and not self._gaps:
+        if self._state is ReaderState.CONTENT and not self._gaps:
             self._say(self._space, self._space_at)
         self._space = ""
         return self._content(number)
 
     def _content(self, number: int) -> str:
-        """What was said since so many events."""
+        """Content since the first `number` events."""
         return "".join(each.text for each in self._events[number:] if each.kind == "content")
 
     def _say(self, text: str, at: int) -> None:
@@ -286,25 +286,25 @@ class Reader:
         """The marks that mean something here."""
         if self._is_harmony:
             return _HARMONY_MARKS
-        if self._state is State.REASONING and self._reasoning is not None:
+        if self._state is ReaderState.REASONING and self._reasoning is not None:
             return (self._reasoning.close,)
-        if self._state is State.CALL and self._calls is not None:
+        if self._state is ReaderState.CALL and self._calls is not None:
             if self._call is not None and self._call.close is not None:
                 return (self._call.close,)
             return () if self._calls.is_whole_message else self._calls.open
-        found = [self._reasoning.open] if self._reasoning and not self._has_content else []
+        marks = [self._reasoning.open] if self._reasoning and not self._has_content else []
         calls = self._calls
         if calls is not None and not (calls.is_whole_message and self._has_content):
-            found += [*calls.open, *calls.skipped]
-        return tuple(found)
+            marks += [*calls.open, *calls.skipped]
+        return tuple(marks)
 
     def _next_mark(self, text: str) -> tuple[int, str | None]:
-        found = [(text.find(mark), mark) for mark in self._watched()]
-        found = [pair for pair in found if pair[0] >= 0]
+        places = [(text.find(mark), mark) for mark in self._watched()]
+        places = [pair for pair in places if pair[0] >= 0]
         is_first = self._calls is not None and self._calls.is_whole_message
-        if is_first and self._state is State.CONTENT:
-            found = [pair for pair in found if not text[: pair[0]].strip()]
-        return min(found, key=lambda pair: (pair[0], -len(pair[1])), default=(0, None))
+        if is_first and self._state is ReaderState.CONTENT:
+            places = [pair for pair in places if not text[: pair[0]].strip()]
+        return min(places, key=lambda pair: (pair[0], -len(pair[1])), default=(0, None))
 
     def _held(self, text: str) -> int:
         """Characters at the end that may begin a mark."""
@@ -315,12 +315,12 @@ class Reader:
                 return size
         return 0
 
-    def _go(self, step: Step) -> None:
+    def _go(self, step: ReaderStep) -> None:
         self._state = TRANSITIONS[self._state, step]
-        self._trims = not self._is_harmony and step is not Step.CALL
+        self._trims = not self._is_harmony and step is not ReaderStep.CALL
 
     def _turn(self, mark: str) -> None:
-        """What a mark changes."""
+        """Changes the state at a mark."""
         if self._is_harmony:
             self._at += len(mark)
             self._harmony_turn(mark)
@@ -328,7 +328,7 @@ class Reader:
         if self._reasoning is not None and mark in (self._reasoning.open, self._reasoning.close):
             self._at += len(mark)
             self._space, self._unclosed = "", None
-            self._go(Step.THINK if mark == self._reasoning.open else Step.ANSWER)
+            self._go(ReaderStep.THINK if mark == self._reasoning.open else ReaderStep.ANSWER)
             return
         assert self._calls is not None
         if self._call is not None:
@@ -345,7 +345,7 @@ class Reader:
             self._trims = not self._has_content
             return
         at = self._space_at if self._space else self._at
-        self._go(Step.CALL)
+        self._go(ReaderStep.CALL)
         self._call = _OpenCall(self._calls, mark, self._space, at)
         self._space = ""
         if self._calls.is_body(mark):
@@ -357,7 +357,7 @@ class Reader:
         """Text between marks, of the region that it is in."""
         at = self._at
         self._at += len(text)
-        if self._state is State.HEADER:
+        if self._state is ReaderState.HEADER:
             self._header += text
             return
         if self._call is not None:
@@ -368,12 +368,12 @@ class Reader:
         if self._unclosed is not None:
             self._unclosed.append(text)
         if self._trims:
-            text = text.lstrip("\n") if self._state is State.CONTENT else text.lstrip()
+            text = text.lstrip("\n") if self._state is ReaderState.CONTENT else text.lstrip()
             at = self._at - len(text)
         if not text:
             return
         self._trims = False
-        if self._state is State.REASONING or self._calls is not None:
+        if self._state is ReaderState.REASONING or self._calls is not None:
             kept = text.rstrip()
             before, before_at, rest = self._space, self._space_at, text[len(kept) :]
             if not kept:
@@ -382,7 +382,7 @@ class Reader:
             self._space, self._space_at, text = rest, at + len(kept), kept
         else:
             before, before_at = "", 0
-        if self._state is State.REASONING:
+        if self._state is ReaderState.REASONING:
             self._events.append(Event("reasoning", before + text))
             return
         for gap in self._gaps:
@@ -399,7 +399,7 @@ class Reader:
             is_closed: by its mark.
         """
         call, self._call = self._call, None
-        self._go(Step.END)
+        self._go(ReaderStep.END)
         self._trims = not self._has_content
         assert call is not None
         events, raw = call.end(is_cut, is_closed, self._schemas)
@@ -420,12 +420,12 @@ class Reader:
         self._say(raw, call.at)
 
     def _harmony_turn(self, mark: str) -> None:
-        if self._state is State.CALL:
+        if self._state is ReaderState.CALL:
             self._end_call()
         if mark in _HARMONY_ENDS:
             self._space = ""
-        if mark in _HARMONY_ENDS or self._state is not State.HEADER:
-            self._go(Step.MESSAGE)
+        if mark in _HARMONY_ENDS or self._state is not ReaderState.HEADER:
+            self._go(ReaderStep.MESSAGE)
             self._header = ""
         if mark == "<|channel|>":
             self._header += mark
@@ -437,11 +437,11 @@ class Reader:
     def _begin_message(self, header: str) -> None:
         named = _RECIPIENT.search(header)
         if named is not None and self._reads_calls:
-            self._go(Step.CALL)
+            self._go(ReaderStep.CALL)
             self._call = _OpenCall(_HARMONY_CALLS, "<|message|>", "", self._at, name=named[1])
         else:
             words = header.replace("<|channel|>", " ").split()
-            self._go(Step.THINK if "analysis" in words else Step.ANSWER)
+            self._go(ReaderStep.THINK if "analysis" in words else ReaderStep.ANSWER)
 
 
 _HARMONY_CALLS = Calls(style="named", open=())
@@ -478,7 +478,7 @@ class _OpenCall:
 
     @property
     def is_certain(self) -> bool:
-        """It cannot turn out to be content."""
+        """Whether it can no longer turn out to be content."""
         return self.stream is not None
 
     @property
@@ -486,7 +486,7 @@ class _OpenCall:
         return "".join(self._parts[self._num_before :])
 
     def push(self, text: str) -> list[Event]:
-        found: list[Event] = []
+        events: list[Event] = []
         self._parts.append(text)
         if self.stream is None:
             if not self._seeks:
@@ -499,12 +499,12 @@ class _OpenCall:
                 return []
             name, text, identity = begun
             self.stream = ArgumentStream()
-            found.append(Event("call", name, id=identity))
+            events.append(Event("call", name, id=identity))
         piece = self.stream.push(text)
         if piece:
             self._arguments.append(piece)
-            found.append(Event("arguments", piece))
-        return found
+            events.append(Event("arguments", piece))
+        return events
 
     def _begin(self, body: str) -> tuple[str, str, str] | None:
         """The name, what of the arguments has come, and the id; None as long as that is not
@@ -534,25 +534,25 @@ class _OpenCall:
                 events.append(Event("arguments", "{}"))
             parses = is_object("".join(self._arguments))
             return [*events, Event("call_end", "" if parses else raw)], None
-        found = [] if is_cut else self._whole(schemas)
-        if not found:
+        calls = [] if is_cut else self._whole(schemas)
+        if not calls:
             return [], raw
         events = []
-        for name, arguments, identity in found:
+        for name, arguments, identity in calls:
             events += [Event("call", name, id=identity), Event("arguments", arguments)]
             events.append(Event("call_end", ""))
         return events, None
 
-    def _whole(self, schemas: Mapping[str, object]) -> list[Call]:
+    def _whole(self, schemas: Mapping[str, object]) -> list[ToolCall]:
         """The calls of a body that was not streamed."""
         calls, body = self._calls, self._body
         if self._name is not None:  # of harmony, without a body
-            return [Call(self._name, "{}")]
+            return [ToolCall(self._name, "{}")]
         if calls.tags is not None:
             return tagged_calls(body, calls, schemas)
         if calls.notation is not None:
             return notation_calls(body, calls)
         name = body.strip().removeprefix(calls.name_open).strip()
         if calls.style == "named" and name in schemas:
-            return [Call(name, "{}")]
+            return [ToolCall(name, "{}")]
         return calls_of(body, schemas if self._is_bare else None)

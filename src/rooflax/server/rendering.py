@@ -25,8 +25,8 @@ _RESERVED = frozenset(
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """What the model goes on with.
+class ChatPrompt:
+    """Rendered prompt.
 
     Attributes:
         format: of reasoning and calls.
@@ -50,11 +50,11 @@ class Prompt:
         return "may" if self.may_think and not tail.rstrip().endswith(reasoning.close) else "not"
 
 
-async def render(service: Service, found: Mapping[str, Any]) -> Prompt:
+async def render(service: Service, fields: Mapping[str, Any]) -> ChatPrompt:
     """The prompt of a conversation.
 
     Args:
-        found: the honoured fields of a request, those of tables.RENDERING and of tools; `places`
+        fields: the honoured fields of a request, those of tables.RENDERING and of tools; `places`
             says where the messages stand in another API's body.
 
     Raises:
@@ -63,15 +63,15 @@ async def render(service: Service, found: Mapping[str, Any]) -> Prompt:
     llm = service.ready().llm
     template = llm.tokenizer.chat_template
     names = await service.in_thread(template_names, template)
-    places = found.get("places") or [f"messages[{n}]" for n in range(len(found["messages"]))]
-    messages = repaired(_checked(found["messages"], places), template, places)
+    places = fields.get("places") or [f"messages[{n}]" for n in range(len(fields["messages"]))]
+    messages = repaired(_checked(fields["messages"], places), template, places)
     service.check_size(sum(len(message.get("content") or "") for message in messages))
     format = service.format
     if format.calls is not None:
         fit_call_ids(messages, format.calls.id_length)
-    choice = tool_choice(found, format)
-    variables = _variables(found, names.variables)
-    answer = _begun_answer(found, messages)
+    choice = tool_choice(fields, format)
+    variables = _variables(fields, names.variables)
+    answer = _begun_answer(fields, messages)
     if answer and format.channels is not None:
         raise ApiError(
             "This model's answers have channels, and cannot be begun for it.",
@@ -84,12 +84,12 @@ async def render(service: Service, found: Mapping[str, Any]) -> Prompt:
     reasoning = format.reasoning
     is_known = reasoning is not None and reasoning.open.strip() in (template or "")
     may_think = is_known and not answer
-    return Prompt(ids, format, choice, may_think)
+    return ChatPrompt(ids, format, choice, may_think)
 
 
-def _variables(found: Mapping[str, Any], read: frozenset[str]) -> dict[str, Any]:
+def _variables(fields: Mapping[str, Any], read: frozenset[str]) -> dict[str, Any]:
     """Further variables of the template; each must be one that it reads."""
-    variables = dict(found.get("chat_template_kwargs", {}))
+    variables = dict(fields.get("chat_template_kwargs", {}))
     for name in variables:
         if name in _RESERVED or name.endswith("_token") or name not in read:
             raise ApiError(
@@ -97,15 +97,15 @@ def _variables(found: Mapping[str, Any], read: frozenset[str]) -> dict[str, Any]
                 f"read; drop it.",
                 param=f"chat_template_kwargs.{name[:40]}",
             )
-    if "documents" in found:
+    if "documents" in fields:
         if "documents" not in read:
             raise ApiError(
                 "The model's template reads no documents.",
                 code="unsupported_value",
                 param="documents",
             )
-        variables["documents"] = found["documents"]
-    effort = found.get("reasoning_effort")
+        variables["documents"] = fields["documents"]
+    effort = fields.get("reasoning_effort")
     if effort is not None:
         variables |= _effort(effort, read)
     return variables
@@ -137,17 +137,17 @@ def tells_effort(service: Service, effort: str) -> bool:
 
 
 def efforts(service: Service) -> tuple[str, ...]:
-    """Of reasoning, that the model's template tells apart."""
+    """Reasoning efforts that the model's template distinguishes."""
     read = _read_by(service)
     if "reasoning_effort" in read:
         return EFFORTS
     return ("none", "high") if "enable_thinking" in read else ()
 
 
-def _begun_answer(found: Mapping[str, Any], messages: list[dict[str, Any]]) -> str | None:
+def _begun_answer(fields: Mapping[str, Any], messages: list[dict[str, Any]]) -> str | None:
     """The text of the last message, taken from the list, if it shall be gone on with."""
-    goes_on = found.get("continue_final_message", False)
-    if found.get("add_generation_prompt", not goes_on) == goes_on:
+    goes_on = fields.get("continue_final_message", False)
+    if fields.get("add_generation_prompt", not goes_on) == goes_on:
         raise ApiError(
             "add_generation_prompt must be false with continue_final_message, and true without.",
             param="add_generation_prompt",
@@ -164,16 +164,16 @@ def _begun_answer(found: Mapping[str, Any], messages: list[dict[str, Any]]) -> s
     return last["content"]
 
 
-def _checked(given: Sequence[Mapping[str, Any]], places: Sequence[str]) -> list[dict[str, Any]]:
+def _checked(listed: Sequence[Mapping[str, Any]], places: Sequence[str]) -> list[dict[str, Any]]:
     """Messages with their content as text.
 
     Raises:
         ApiError: with the place.
     """
-    if not given:
+    if not listed:
         raise ApiError("messages is empty; give at least one.", param="messages")
     messages, call_ids = [], set[str]()
-    for message, where in zip(given, places, strict=True):
+    for message, where in zip(listed, places, strict=True):
         role = message["role"]
         one_of(f"{where}.role", role, ROLES)
         _check_fields(message, role, where)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from rooflax.fields.declaration import RESPONSES as RESPONSES_API
 from rooflax.loading.messages import call_arguments
 from rooflax.server.answers import Json, event
-from rooflax.server.call import Call
+from rooflax.server.call import ApiCall
 from rooflax.server.errors import ApiError
 from rooflax.server.fields import convert, present
 from rooflax.server.reader import Event
@@ -21,66 +21,66 @@ from rooflax.server.rendering import ROLES, render, tells_effort, text_of
 from rooflax.server.sampling import renamed
 from rooflax.server.service import Service
 from rooflax.server.tables import FUNCTION, INPUT_TOKENS, RESPONSES
-from rooflax.server.turn import Spelled, Turn
+from rooflax.server.turn import ChatTurn, Spelled
 
 LOGPROBS = "message.output_text.logprobs"
 _SKIPPED = ("web_search_call", "compaction", "file_search_call", "computer_call")
 
 
 async def responses(service: Service, request: Request, body: Any) -> Response:
-    """POST /v1/responses: a conversation goes on; nothing is stored."""
-    call = Call.of(service, request, RESPONSES, body, "resp", reports=True)
+    """POST /v1/responses: create a response; nothing is stored."""
+    call = ApiCall.of(service, request, RESPONSES, body, "resp", reports=True)
     call.id = call.id.replace("resp-", "resp_", 1)
-    answer = _Answer(call)
-    if call.found.get("stream"):
+    answer = _ResponseAnswer(call)
+    if call.fields.get("stream"):
         return call.events(answer.stream(), answer.failed)
     return await call.whole(answer.whole())
 
 
 async def input_tokens(service: Service, request: Request, body: Any) -> Response:
     """The route that counts what a prompt would have."""
-    call = Call.of(service, request, INPUT_TOKENS, body, "resp", reports=True)
+    call = ApiCall.of(service, request, INPUT_TOKENS, body, "resp", reports=True)
     prompt = await render(service, chat_fields(call))
-    found = {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
-    return Json(found, headers=call.headers)
+    document = {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
+    return Json(document, headers=call.headers)
 
 
-def chat_fields(call: Call) -> dict[str, Any]:
+def chat_fields(call: ApiCall) -> dict[str, Any]:
     """The same request as a chat's.
 
     Raises:
         ApiError: an item of the input, or a tool, cannot be.
     """
-    given = call.found
-    found = renamed(given, RESPONSES_API)
-    if "parallel_tool_calls" in given:
-        found["parallel_tool_calls"] = given["parallel_tool_calls"]
-    found["messages"], found["places"] = _conversation(given, call.ignored)
-    found["tools"] = function_tools(given.get("tools", ()), call.ignored)
-    choice = given.get("tool_choice")
+    fields = call.fields
+    chat_values = renamed(fields, RESPONSES_API)
+    if "parallel_tool_calls" in fields:
+        chat_values["parallel_tool_calls"] = fields["parallel_tool_calls"]
+    chat_values["messages"], chat_values["places"] = _conversation(fields, call.ignored)
+    chat_values["tools"] = function_tools(fields.get("tools", ()), call.ignored)
+    choice = fields.get("tool_choice")
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = convert(choice.get("tools", []), list[dict[str, Any]], "tool_choice.tools")
         names = [each.get("name") for each in allowed]
-        found["tools"] = [t for t in found["tools"] if t["function"]["name"] in names]
+        chat_values["tools"] = [t for t in chat_values["tools"] if t["function"]["name"] in names]
         choice = choice.get("mode", "auto")
     if choice is not None:
-        found["tool_choice"] = choice
-    if given.get("top_logprobs") and LOGPROBS not in given.get("include", ()):
+        chat_values["tool_choice"] = choice
+    if fields.get("top_logprobs") and LOGPROBS not in fields.get("include", ()):
         raise ApiError(
             f"top_logprobs is given without {LOGPROBS}; put that into include.",
             param="top_logprobs",
         )
-    if LOGPROBS in given.get("include", ()):
-        found |= {"logprobs": True, "top_logprobs": given.get("top_logprobs", 0)}
-    form = given.get("text", {}).get("format")
+    if LOGPROBS in fields.get("include", ()):
+        chat_values |= {"logprobs": True, "top_logprobs": fields.get("top_logprobs", 0)}
+    form = fields.get("text", {}).get("format")
     if form is not None:
-        found["response_format"] = _form(form)
-    effort = given.get("reasoning", {}).get("effort")
+        chat_values["response_format"] = _form(form)
+    effort = fields.get("reasoning", {}).get("effort")
     if effort is not None and tells_effort(call.service, effort):
-        found["reasoning_effort"] = effort
+        chat_values["reasoning_effort"] = effort
     elif effort is not None:
         call.ignored.append("reasoning.effort")
-    return found
+    return chat_values
 
 
 def _form(form: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,14 +91,14 @@ def _form(form: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
 
 
-def function_tools(given: Any, ignored: list[str]) -> list[dict[str, Any]]:
+def function_tools(listed: Any, ignored: list[str]) -> list[dict[str, Any]]:
     """Tools as chats have them; those that are no functions are reported.
 
     Raises:
         ApiError: a function cannot be.
     """
     tools = []
-    for number, tool in enumerate(map(present, given)):
+    for number, tool in enumerate(map(present, listed)):
         kind = tool.get("type", "function")
         if kind == "namespace":
             prefix = str(tool.get("name", ""))
@@ -115,16 +115,16 @@ def function_tools(given: Any, ignored: list[str]) -> list[dict[str, Any]]:
 
 
 def _conversation(
-    given: Mapping[str, Any], ignored: list[str]
+    fields: Mapping[str, Any], ignored: list[str]
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """The messages of a chat, and their places in the request."""
-    items = given.get("input", [])
+    items = fields.get("input", [])
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
     messages: list[dict[str, Any]] = []
     places: list[str] = []
-    if given.get("instructions"):
-        messages.append({"role": "system", "content": given["instructions"]})
+    if fields.get("instructions"):
+        messages.append({"role": "system", "content": fields["instructions"]})
         places.append("instructions")
     reasoning = ""
     for number, item in enumerate(map(present, items)):
@@ -190,14 +190,14 @@ def _assistant(messages: list[dict[str, Any]], reasoning: str) -> dict[str, Any]
     return messages[-1]
 
 
-class _Answer:
+class _ResponseAnswer:
     """The items of one answer; their events are all that a stream sends."""
 
-    def __init__(self, call: Call):
+    def __init__(self, call: ApiCall):
         self.call = call
         fields = chat_fields(call)
         self.tools = fields["tools"]
-        self.turn = Turn(call, fields, "max_output_tokens")
+        self.turn = ChatTurn(call, fields, "max_output_tokens")
         self.output: list[dict[str, Any]] = []
         self.number = 0
         self.is_open = False
@@ -212,7 +212,7 @@ class _Answer:
 
     def response(self, status: str, **more: Any) -> dict[str, Any]:
         """The response as far as it has come."""
-        call, given = self.call, self.call.found
+        call, fields = self.call, self.call.fields
         usage = call.usage
         stated = {
             "input_tokens": usage.prompt_tokens,
@@ -226,15 +226,15 @@ class _Answer:
         return {
             "id": call.id, "object": "response", "created_at": call.created, "status": status,
             "error": None, "incomplete_details": None, "model": call.model,
-            "instructions": given.get("instructions"), "output": self.output,
-            "parallel_tool_calls": given.get("parallel_tool_calls", True),
-            "tool_choice": given.get("tool_choice", "auto"),
+            "instructions": fields.get("instructions"), "output": self.output,
+            "parallel_tool_calls": fields.get("parallel_tool_calls", True),
+            "tool_choice": fields.get("tool_choice", "auto"),
             "tools": [{"type": "function", "strict": False, **t["function"]} for t in self.tools],
-            "temperature": given.get("temperature"), "top_p": given.get("top_p"),
-            "max_output_tokens": given.get("max_output_tokens"), "truncation": "disabled",
-            "text": {"format": given.get("text", {}).get("format", {"type": "text"})},
-            "reasoning": {"effort": given.get("reasoning", {}).get("effort"), "summary": None},
-            "metadata": given.get("metadata", {}), "store": False, "background": False,
+            "temperature": fields.get("temperature"), "top_p": fields.get("top_p"),
+            "max_output_tokens": fields.get("max_output_tokens"), "truncation": "disabled",
+            "text": {"format": fields.get("text", {}).get("format", {"type": "text"})},
+            "reasoning": {"effort": fields.get("reasoning", {}).get("effort"), "summary": None},
+            "metadata": fields.get("metadata", {}), "store": False, "background": False,
             "previous_response_id": None,
             "usage": None if status == "in_progress" else stated, **more,
         }  # fmt: skip
@@ -323,16 +323,16 @@ class _Answer:
             yield self._of(f"response.{name}.delta", content_index=0, delta=text, **more)
 
     def _logprobs(self) -> list[dict[str, Any]]:
-        """Of the tokens that belong to the text of the open item."""
-        found, end = [], self.texts[-1][1]
+        """Log-probabilities of the tokens in the open item's text."""
+        entries, end = [], self.texts[-1][1]
         while self.tokens and self.tokens[0].begin < end:
             token = self.tokens.pop(0)
             parts = [part for each in self.texts if (part := token.within(*each)) is not None]
             if parts:
                 whole = token.within(parts[0].begin, parts[-1].end)
                 assert whole is not None
-                found.append(whole.entry)
-        return found
+                entries.append(whole.entry)
+        return entries
 
     def _of(self, kind: str, **fields: Any) -> dict[str, Any]:
         """An event of the last item."""

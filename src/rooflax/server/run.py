@@ -37,7 +37,7 @@ log = logging.getLogger("rooflax.server")
 Load = Callable[[Callable[[str], None]], "AsyncLLM"]
 
 
-class Runner:
+class ServerRunner:
     """Serves one model until a signal, or the engine, ends it.
 
     Args:

@@ -24,57 +24,57 @@ LOWEST = -9999.0
 """In place of minus infinity, which JSON does not have."""
 
 
-def renamed(given: Mapping[str, Any], api: Api) -> dict[str, Any]:
+def renamed(fields: Mapping[str, Any], api: Api) -> dict[str, Any]:
     """An API's fields of sampling by their names here, but for those that its route computes."""
     return {
-        one.name: given[http.name or one.name]
+        one.name: fields[http.name or one.name]
         for one in SAMPLING.values()
         for http in one.http_of(api)
-        if not http.is_computed and (http.name or one.name) in given
+        if not http.is_computed and (http.name or one.name) in fields
     }
 
 
-def seed_of(found: Mapping[str, Any]) -> int:
+def seed_of(fields: Mapping[str, Any]) -> int:
     """The engine's seed: 32 bits of the request's, or new ones."""
-    seed = found.get("seed")
+    seed = fields.get("seed")
     if seed is None:
         return secrets.randbits(32)
     return seed if 0 <= seed < 2**32 else (seed ^ (seed >> 32)) & 0xFFFF_FFFF
 
 
 def sampling_params(
-    found: Mapping[str, Any], seed: int, form: Mapping[str, Any], **further: Any
+    fields: Mapping[str, Any], seed: int, form: Mapping[str, Any], **further: Any
 ) -> SamplingParams:
     """
     Args:
-        found: named as completions and chats name them.
+        fields: named as completions and chats name them.
         form: json_schema, regex or grammar.
         further: fields that the route computes.
 
     Raises:
         ApiError: with the field.
     """
-    given = renamed(found, COMPLETIONS)
-    if "top_k" in found:
-        given["top_k"] = max(0, found["top_k"])
-    if not found.get("use_beam_search"):
-        given["seed"] = seed
+    values = renamed(fields, COMPLETIONS)
+    if "top_k" in fields:
+        values["top_k"] = max(0, fields["top_k"])
+    if not fields.get("use_beam_search"):
+        values["seed"] = seed
     try:
-        return SamplingParams(**given | dict(form) | further)
+        return SamplingParams(**values | dict(form) | further)
     except RequestError as error:
         if error.param in FORMS:
             said = str(error)
-            raise ApiError(said, code="invalid_schema", param=form_field(found)) from None
+            raise ApiError(said, code="invalid_schema", param=form_field(fields)) from None
         raise ApiError(str(error), param=error.param) from None
 
 
-def form_of(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What the text must look like, as one field of SamplingParams; nothing if it is free.
+def form_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Grammar constraint, as one field of SamplingParams; empty if the text is free.
 
     Raises:
         ApiError: it is asked for twice, or of no known kind.
     """
-    wanted = found.get("response_format", {"type": "text"})
+    wanted = fields.get("response_format", {"type": "text"})
     kind = wanted["type"]
     one_of("response_format.type", kind, ("text", "json_object", "json_schema"))
     form: dict[str, Any] = {}
@@ -87,7 +87,7 @@ def form_of(found: Mapping[str, Any]) -> dict[str, Any]:
                 param="response_format.json_schema",
             )
         form = {"json_schema": wanted["json_schema"]["schema"]}
-    structured = found.get("structured_outputs")
+    structured = fields.get("structured_outputs")
     if structured is None:
         return form
     if form or len(structured) != 1:
@@ -103,9 +103,9 @@ def form_of(found: Mapping[str, Any]) -> dict[str, Any]:
     return {"json_schema" if name == "json" else name: value}
 
 
-def form_field(found: Mapping[str, Any]) -> str:
+def form_field(fields: Mapping[str, Any]) -> str:
     """The field that says what the text must look like."""
-    return "structured_outputs" if "structured_outputs" in found else "response_format"
+    return "structured_outputs" if "structured_outputs" in fields else "response_format"
 
 
 class Place:
@@ -115,14 +115,14 @@ class Place:
         self._at, self._utf8 = at, codecs.getincrementaldecoder("utf-8")("replace")
 
     def go_on(self, spelled: bytes) -> int:
-        """Where a token begins; of a part of a character where that does."""
+        """Position where a token begins; for a part of a character, where that begins."""
         begun = self._at
         self._at += len(self._utf8.decode(spelled))
         return begun
 
 
 class Spelling:
-    """What single tokens spell, for log-probabilities."""
+    """Text of single tokens, for log-probabilities."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -146,9 +146,9 @@ class Spelling:
     ) -> list[dict[str, Any]]:
         """As chat completions write them."""
         return [
-            self._one(token, found.logprob)
-            | {"top_logprobs": [self._one(*each) for each in found.top[:top]]}
-            for token, found in zip(tokens, logprobs, strict=True)
+            self._one(token, logprob.logprob)
+            | {"top_logprobs": [self._one(*each) for each in logprob.top[:top]]}
+            for token, logprob in zip(tokens, logprobs, strict=True)
         ]
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
@@ -174,22 +174,22 @@ class Spelling:
             "text_offset": [place.go_on(self.spelled(token)) for token in tokens],
         }
 
-    def _best(self, token: int, found: TokenLogprobs) -> dict[str, float]:
+    def _best(self, token: int, entry: TokenLogprobs) -> dict[str, float]:
         # The chosen token comes last: of two tokens that look alike its value stays.
-        pairs = [*reversed(found.top), (token, found.logprob)]
+        pairs = [*reversed(entry.top), (token, entry.logprob)]
         return {self.text(other): max(logprob, LOWEST) for other, logprob in pairs}
 
     def prompt(
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> list[dict[str, Any] | None]:
         """A prompt's, as vLLM writes them: per token a map from token ids."""
-        found: list[dict[str, Any] | None] = [None]
+        entries: list[dict[str, Any] | None] = [None]
         for token, one in zip(tokens[1:], logprobs, strict=True):
             pairs = {token: one.logprob} | dict(one.top)
-            found.append(
+            entries.append(
                 {
                     str(other): {"logprob": max(logprob, LOWEST), "decoded_token": self.text(other)}
                     for other, logprob in pairs.items()
                 }
             )
-        return found
+        return entries

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from rooflax.async_llm import AsyncLLM
 
 log = logging.getLogger("rooflax.server")
-State = Literal["loading", "ready", "draining", "failed"]
+ServiceState = Literal["loading", "ready", "draining", "failed"]
 RETRY_LOADING_S, LONGEST_RETRY_S = 5, 30
 MAX_WAITING_CONTEXTS = 8
 """Prompt tokens of all open requests, in contexts beyond those that run."""
@@ -62,7 +62,7 @@ class Service:
         self.cancelled, self.rejected = Counter[str](), Counter[str]()
         self.failed_calls = 0
         self._has_said_generic = False
-        self._state: State = "loading"
+        self._state: ServiceState = "loading"
         self._open_by_owner, self._tokens_by_owner = Counter[str](), Counter[str]()
         self._num_texts = self.num_body_bytes = 0
         self._mean_s = 1.0  # of the last requests, for Retry-After
@@ -82,15 +82,15 @@ class Service:
         self.engine, self._state = engine, "ready"
 
     def fails(self, reason: str) -> None:
-        """There will be no answers any more."""
+        """Records a failure: the server answers nothing any more."""
         self.failure, self._state = reason, "failed"
 
     def drains(self) -> None:
-        """Takes no more requests; those at hand go on."""
+        """Stops taking requests; running ones continue."""
         self._state = "draining"
 
     @property
-    def state(self) -> State:
+    def state(self) -> ServiceState:
         """As of now; an engine that died or is stuck has failed."""
         if self._state in ("ready", "draining") and self.engine is not None:
             health = self.engine.health()
@@ -103,8 +103,8 @@ class Service:
     @property
     def names(self) -> tuple[str, ...]:
         """Under which the model is served, and then its adapters."""
-        own = self.settings.served_names or (self._name,)
-        return own if self.engine is None else (*own, *self.engine.loras)
+        base_names = self.settings.served_names or (self._name,)
+        return base_names if self.engine is None else (*base_names, *self.engine.loras)
 
     def ready(self) -> AsyncLLM:
         """The engine.
@@ -143,12 +143,12 @@ class Service:
 
     @cached_property
     def spelling(self) -> Spelling:
-        """What the model's tokens spell."""
+        """Texts of the model's tokens."""
         return Spelling(self.ready().llm.tokenizer)
 
     @cached_property
     def _own_format(self) -> Format | None:
-        """What the checkpoint itself says of its answers."""
+        """Format that the checkpoint itself declares."""
         stated = self.ready().llm.tokenizer.response_template
         if stated is None:
             return None
@@ -160,8 +160,7 @@ class Service:
 
     @property
     def format(self) -> Format:
-        """How the model writes calls and reasoning; calls in a generic one where that is not
-        known."""
+        """Format of the model's calls and reasoning; a generic one if calls are unknown."""
         template = self.ready().llm.tokenizer.chat_template
         return with_calls(self._own_format or format_of(template))
 
@@ -200,7 +199,7 @@ class Service:
             self._mean_s += 0.1 * (time.monotonic() - started - self._mean_s)
 
     def no_place(self, owner: str) -> ApiError | None:
-        """Why not one more answer may be opened, before a body is read; None without an engine."""
+        """Error if no further request fits, before a body is read; None without an engine."""
         with contextlib.suppress(ApiError):
             return self._no_place() if self._is_over(1, owner) else None
         return None
@@ -260,7 +259,7 @@ class Service:
         """Sequences that run at once."""
         return self.ready().llm.max_num_seqs
 
-    async def in_thread(self, work: Callable[..., Any], *args: Any, **how: Any) -> Any:
+    async def in_thread(self, work: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Work that takes long, beside the loop: encoding, templates, large JSON.
 
         Raises:
@@ -271,12 +270,12 @@ class Service:
         self._num_texts += 1
         try:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._texts, lambda: work(*args, **how))
+            return await loop.run_in_executor(self._texts, lambda: work(*args, **options))
         finally:
             self._num_texts -= 1
 
     async def faults(self, grammars: Sequence[str]) -> list[str]:
-        """Why each Lark grammar cannot be compiled; "" where it can.
+        """Reasons why Lark grammars cannot be compiled; "" for one that can.
 
         Raises:
             ApiError: 429, too many wait to be tried.
@@ -289,10 +288,10 @@ class Service:
             self._num_trials += 1
             try:
                 loop = asyncio.get_running_loop()
-                found = await loop.run_in_executor(self._trials, structured.faults, new)
+                new_faults = await loop.run_in_executor(self._trials, structured.faults, new)
             finally:
                 self._num_trials -= 1
-            self._faults |= zip(new, found, strict=True)
+            self._faults |= zip(new, new_faults, strict=True)
         known = [self._faults[text] for text in grammars]
         while len(self._faults) > MAX_FAULTS:
             del self._faults[next(iter(self._faults))]
@@ -346,7 +345,7 @@ class Service:
                 "/v1/completions.",
                 param="messages",
             )
-        how = {**variables, "tools": list(tools) or None}
+        options = {**variables, "tools": list(tools) or None}
         is_text = self.format.name == GENERIC and (tools or "tool_calls" not in template)
         if is_text and tools and not self._has_said_generic:
             self._has_said_generic = True
@@ -356,7 +355,7 @@ class Service:
             )
         work = encode_as_text if is_text else encode
         try:
-            return await self.in_thread(partial(work, llm.tokenizer, messages, **how))
+            return await self.in_thread(partial(work, llm.tokenizer, messages, **options))
         except RequestError as error:
             raise ApiError(str(error), param="messages") from None
 
@@ -375,6 +374,7 @@ class Service:
                 param=field if asked else "prompt",
             )
 
+    @contextlib.asynccontextmanager
     async def stream(
         self,
         prompts: Sequence[list[int]],
@@ -385,8 +385,8 @@ class Service:
         cache_salt: str = "",
         decoders: Callable[[int], TextDecoder] | None = None,
         form_field: str | None = None,
-    ) -> AsyncGenerator[Delta, None]:
-        """The pieces of all prompts' samples; closing it ends them.
+    ) -> AsyncIterator[AsyncGenerator[Delta, None]]:
+        """Opens the stream of all prompts' samples; leaving the block ends them.
 
         Args:
             model: one of `names`.
@@ -402,17 +402,16 @@ class Service:
                 engine.stream(ids, params, cache_salt=cache_salt, lora=lora, decoders=decoders)
                 for ids in prompts
             ]
-            async with aclosing(streams[0] if len(streams) == 1 else _merged(streams)) as deltas:
-                try:
-                    async for delta in deltas:
-                        yield delta
-                except QueueFull:
+            try:
+                async with aclosing(streams[0] if len(streams) == 1 else _merged(streams)) as all_:
+                    yield all_
+            except QueueFull:
+                raise
+            except RequestError as error:  # what cannot be compiled has no field of its own
+                if error.param is not None or params.structured_output is None:
                     raise
-                except RequestError as error:  # what cannot be compiled has no field of its own
-                    if error.param is not None or params.structured_output is None:
-                        raise
-                    said = str(error)
-                    raise ApiError(said, code="invalid_schema", param=form_field) from None
+                said = str(error)
+                raise ApiError(said, code="invalid_schema", param=form_field) from None
 
 
 def public_name(model: str) -> str:

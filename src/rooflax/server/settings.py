@@ -1,4 +1,4 @@
-"""What the operator chose: where the server listens, for whom, and its limits."""
+"""Settings of the operator: address, keys and limits."""
 
 from __future__ import annotations
 
@@ -26,27 +26,28 @@ SECONDS = Number(0, 1e9, above=True, below=True)
 @documented
 @dataclass(frozen=True)
 class Settings:
-    """Of one server. Flags and ROOFLAX_* variables set them."""
+    """Settings of one server, from flags and ROOFLAX_* variables."""
 
     host: str = _asking(Text(), "address to listen at", default="127.0.0.1", metavar="ADDRESS")
     port: int = _asking(
         Whole(0, 65535), "port to listen at; 0 takes a free one", default=8000, metavar="N")
     api_keys: tuple[str, ...] = _asking(
-        Several(Text()), "who must be shown to ask; without any everybody may; ROOFLAX_API_KEY "
-        "hides it", default=(), repr=False, flags=("--api-key",), metavar="KEY")
+        Several(Text()), "key that requests must have; by default none is needed; ROOFLAX_API_KEY "
+        "keeps it out of the process list", default=(), repr=False, flags=("--api-key",),
+        metavar="KEY")
     api_key_file: str | None = _asking(
         Text(), "keys, one a line; # begins a comment", metavar="FILE")
     allows_anyone: bool = _asking(
-        Flag(), "let everybody ask who reaches --host", default=False,
+        Flag(), "accept requests without a key on any --host", default=False,
         flags=("--insecure-no-auth",))
     cors_origins: tuple[str, ...] = _asking(
-        Several(Text()), "pages that may ask; localhost is any port here, * is every page",
+        Several(Text()), "origins that may send requests; localhost is any port here, * is all",
         default=(), metavar="ORIGIN")
     served_names: tuple[str, ...] = _answers(
-        Several(Text()), "in place of the model's own; the first is stated in answers", default=(),
-        flags=("--served-model-name",), metavar="NAME")
+        Several(Text()), "names of the model in place of its own; responses use the first",
+        default=(), flags=("--served-model-name",), metavar="NAME")
     chat_template: str | None = _answers(
-        Text(), "jinja2, in place of the model's own", metavar="FILE")
+        Text(), "Jinja2 chat template, in place of the model's own", metavar="FILE")
     unknown_fields: str = _answers(
         Choice(("reject", "report")), "report names them in the header x-rooflax-ignored",
         default="reject", metavar="HOW")
@@ -57,7 +58,7 @@ class Settings:
         Flag(), "answer /tokenizer_info, with the chat template", default=False,
         flags=("--tokenizer-info",))
     max_waiting: int = _limits(
-        Whole(1), "answers that may wait beside those that run", default=64,
+        Whole(1), "requests that may wait beside those that run", default=64,
         flags=("--max-num-queued-seqs",), metavar="N")
     max_per_key: int = _limits(
         Whole(), "answers a key may have open", default=0,
@@ -112,14 +113,14 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._digests)
 
-    def owner(self, given: bytes | None) -> str | None:
+    def owner(self, key: bytes | None) -> str | None:
         """A name of the key that was given, for isolation and limits; None if it is none of ours.
 
         Every key is compared, whether one fits or not.
         """
-        digest = hashlib.sha256(given or b"").digest()
+        digest = hashlib.sha256(key or b"").digest()
         fits = [hmac.compare_digest(digest, one) for one in self._digests]
-        return digest.hex()[:16] if given is not None and any(fits) else None
+        return digest.hex()[:16] if key is not None and any(fits) else None
 
 
 def host_is_allowed(settings: Settings, header: str) -> bool:
@@ -167,7 +168,7 @@ def _address_is(name: str, what: str) -> bool:
 
 
 def allowed_origin(settings: Settings, origin: str) -> str | None:
-    """What Access-Control-Allow-Origin says to pages of an origin that may read answers, else None.
+    """Value of Access-Control-Allow-Origin for pages of an allowed origin, else None.
 
     No answer allows credentials, which "*" could not: a key is a header of the page's own.
     """

@@ -16,7 +16,7 @@ from rooflax.engine.sampling_params import SamplingParams
 from rooflax.fields.sampling import OF_CHECKPOINT, SAMPLING
 from rooflax.server.answers import Json
 from rooflax.server.errors import ApiError
-from rooflax.server.fields import Table
+from rooflax.server.fields import FieldTable
 from rooflax.server.formats import HARMONY
 from rooflax.server.rendering import efforts, render
 from rooflax.server.service import RETRY_LOADING_S, Service
@@ -54,25 +54,25 @@ def _card(service: Service, name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _parsed(service: Service, table: Table, body: Any) -> dict[str, Any]:
-    found = table.parse(body, ignored=[] if service.settings.reports_unknown_fields else None)
-    service.resolve(found.get("model"))
-    return found
+def _parsed(service: Service, table: FieldTable, body: Any) -> dict[str, Any]:
+    fields = table.parse(body, ignored=[] if service.settings.reports_unknown_fields else None)
+    service.resolve(fields.get("model"))
+    return fields
 
 
 async def tokenize(service: Service, request: Request, body: Any) -> Response:
     """POST /tokenize: of a text or of a conversation."""
-    found, llm = _parsed(service, TOKENIZE, body), service.ready().llm
-    given = [name for name in ("prompt", "content", "messages") if name in found]
-    if len(given) != 1:
+    fields, llm = _parsed(service, TOKENIZE, body), service.ready().llm
+    sources = [name for name in ("prompt", "content", "messages") if name in fields]
+    if len(sources) != 1:
         raise ApiError("Give one of prompt, content and messages.", param="prompt")
-    if given == ["messages"]:
-        ids = (await render(service, found)).ids
+    if sources == ["messages"]:
+        ids = (await render(service, fields)).ids
     else:
-        special = found.get("add_special_tokens", True)
-        ids = await service.encode(found[given[0]], add_special_tokens=special)
+        special = fields.get("add_special_tokens", True)
+        ids = await service.encode(fields[sources[0]], add_special_tokens=special)
     texts = None
-    if found.get("return_token_strs"):
+    if fields.get("return_token_strs"):
         texts = [service.spelling.text(token) for token in ids]
     return Json(
         {
@@ -84,9 +84,9 @@ async def tokenize(service: Service, request: Request, body: Any) -> Response:
 
 async def detokenize(service: Service, request: Request, body: Any) -> Response:
     """POST /detokenize."""
-    found = _parsed(service, DETOKENIZE, body)
+    fields = _parsed(service, DETOKENIZE, body)
     tokenizer = service.ready().llm.tokenizer
-    ids = found["tokens"]
+    ids = fields["tokens"]
     wrong = next((token for token in ids if token >= tokenizer.vocab_size), None)
     if wrong is not None:
         raise ApiError(
@@ -99,8 +99,8 @@ async def detokenize(service: Service, request: Request, body: Any) -> Response:
 
 async def apply_template(service: Service, request: Request, body: Any) -> Response:
     """POST /apply-template: the prompt that a conversation becomes."""
-    found = _parsed(service, TEMPLATE, body)
-    prompt = await render(service, found)
+    fields = _parsed(service, TEMPLATE, body)
+    prompt = await render(service, fields)
     decode = service.ready().llm.tokenizer.decode
     return Json({"prompt": await service.in_thread(decode, prompt.ids, skip_special_tokens=False)})
 
@@ -160,15 +160,15 @@ async def tokenizer_info(service: Service, request: Request) -> Response:
 
 
 async def props(service: Service, request: Request) -> Response:
-    """GET /props: what a chat page wants to know; `decode_roofline` is as in /metrics, or null."""
+    """GET /props: settings for a chat page; `decode_roofline` is as in /metrics, or null."""
     llm = service.ready().llm
     template = llm.tokenizer.chat_template
     format = service.format
     reasons = format.name == HARMONY or (
         format.reasoning is not None and format.reasoning.open.strip() in (template or "")
     )
-    given = SamplingParams().with_defaults(llm.processor.default_values())
-    settings = {name: getattr(given, name) for name in OF_CHECKPOINT}
+    defaults = SamplingParams().with_defaults(llm.processor.default_values())
+    settings = {name: getattr(defaults, name) for name in OF_CHECKPOINT}
     return Json(
         {
             "default_generation_settings": settings,

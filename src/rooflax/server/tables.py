@@ -1,4 +1,4 @@
-"""What every route accepts: the tables of fields that parse, document and describe requests."""
+"""Fields of every route: the tables that parse, document and describe requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from msgspec import Meta
 from rooflax.fields.declaration import Api
 from rooflax.fields.kinds import Flag, Kind, Number, Several, Text, Whole
 from rooflax.fields.sampling import MAX_INT32, SAMPLING, Bias, StopTexts
-from rooflax.server.fields import Field, Table
+from rooflax.server.fields import Field, FieldTable
 
 MAX_PROMPTS, MAX_TEXTS, MAX_TOOLS = 128, 2048, 128
 
@@ -31,7 +31,7 @@ def rejected(name: str, why: str, *harmless: Any) -> Field:
     return Field(name, Any, why, "rejected", harmless)
 
 
-STREAM_OPTIONS = Table(
+STREAM_OPTIONS = FieldTable(
     Field("include_usage", bool, "a last chunk without choices states the usage"),
     Field("continuous_usage_stats", bool, "every chunk states the usage so far"),
     label("include_obfuscation"),
@@ -43,17 +43,17 @@ STREAMING = (
         "stream_options", STREAM_OPTIONS, "of a stream, which it needs; other keys change nothing"
     ),
 )
-JSON_SCHEMA = Table(
+JSON_SCHEMA = FieldTable(
     Field("name", Name, "a name of the schema", required=True),
     Field("schema", JsonObject, "the JSON schema", required=True),
     label("strict", "false is constrained too"),
     label("description"),
 )
-RESPONSE_FORMAT = Table(
+RESPONSE_FORMAT = FieldTable(
     Field("type", str, "text, json_object or json_schema", required=True),
     Field("json_schema", JSON_SCHEMA, "of json_schema"),
 )
-STRUCTURED = Table(
+STRUCTURED = FieldTable(
     Field("json", JsonObject | str, "a JSON schema"),
     Field("regex", str, "a regular expression for the whole text"),
     Field("grammar", str, "a Lark grammar"),
@@ -124,7 +124,7 @@ OPENAI = (
 )  # fmt: skip
 MODEL = Field("model", str, "a served name; without it the one model")
 
-COMPLETIONS = Table(
+COMPLETIONS = FieldTable(
     MODEL,
     Field(
         "prompt", str | Annotated[list[str | Id | TokenIds], Meta(min_length=1)],
@@ -142,18 +142,18 @@ COMPLETIONS = Table(
     label("user"),
 )  # fmt: skip
 
-CALL_FUNCTION = Table(
+CALL_FUNCTION = FieldTable(
     Field("name", str, "of the function", required=True),
     Field("arguments", str | JsonObject, "an object, or its JSON; nothing is no arguments"),
     label("parsed_arguments"),
 )
-TOOL_CALL = Table(
+TOOL_CALL = FieldTable(
     Field("id", str, "of the call", required=True),
     Field("type", Literal["function"], "function"),
     Field("function", CALL_FUNCTION, "what is called", required=True),
     label("index"),
 )
-MESSAGE = Table(
+MESSAGE = FieldTable(
     Field("role", str, "system, developer, user, assistant or tool", required=True),
     Field("content", str | list[JsonObject], "text, or a list of text parts"),
     Field("name", str, "of who speaks, for templates that read it"),
@@ -168,13 +168,13 @@ MESSAGE = Table(
     rejected("function_call", "use tool_calls"),
     rejected("audio", "the model reads text only"),
 )
-FUNCTION = Table(
+FUNCTION = FieldTable(
     Field("name", Name, "of the function", required=True),
     Field("description", str, "what it does"),
     Field("parameters", JsonObject, "a JSON schema of its arguments"),
     Field("strict", bool, "arguments must be valid by the schema"),
 )
-TOOL = Table(
+TOOL = FieldTable(
     Field("type", Literal["function"], "function", required=True),
     Field("function", FUNCTION, "what may be called", required=True),
 )
@@ -191,7 +191,7 @@ RENDERING = (
     Field("continue_final_message", bool, "go on with the last message, an assistant's"),
     rejected("chat_template", "the server's template is used"),
 )  # fmt: skip
-CHAT = Table(
+CHAT = FieldTable(
     MODEL,
     *RENDERING,
     Field("tool_choice", str | JsonObject, "auto, none, required, or a function"),
@@ -217,14 +217,14 @@ CHAT = Table(
     label("verbosity"),
 )
 
-TEXT_FORMAT = Table(
+TEXT_FORMAT = FieldTable(
     Field("type", Literal["text", "json_object", "json_schema"], "of the text", required=True),
     Field("name", Name, "of the schema"),
     Field("schema", JsonObject, "the JSON schema"),
     label("strict"),
     label("description"),
 )
-RESPONSES = Table(
+RESPONSES = FieldTable(
     MODEL,
     Field("input", str | list[JsonObject], "text, or messages, calls, their answers and reasoning"),
     Field("instructions", str, "a system message before the input"),
@@ -236,11 +236,11 @@ RESPONSES = Table(
     Field("stream", bool, "answer in server-sent events"),
     Field(
         "text",
-        Table(Field("format", TEXT_FORMAT, "as response_format of chat"), label("verbosity")),
+        FieldTable(Field("format", TEXT_FORMAT, "as response_format of chat"), label("verbosity")),
         "what the text must look like",
     ),
     Field(
-        "reasoning", Table(Field("effort", str, "where the template tells efforts apart, else "
+        "reasoning", FieldTable(Field("effort", str, "where the template tells efforts apart, else "
         "reported"), label("summary"), label("generate_summary")), "how much to reason",
     ),
     Field("metadata", dict[str, str], "stated again in the answer"),
@@ -259,7 +259,7 @@ RESPONSES = Table(
     label("service_tier"),
     label("client_metadata"),
 )  # fmt: skip
-INPUT_TOKENS = Table(
+INPUT_TOKENS = FieldTable(
     *(
         RESPONSES.fields[name]
         for name in (
@@ -269,9 +269,9 @@ INPUT_TOKENS = Table(
     )
 )  # fmt: skip
 SYSTEM = str | list[JsonObject]
-OUTPUT_CONFIG = Table(
+OUTPUT_CONFIG = FieldTable(
     Field("effort", str, "where the template tells efforts apart, else reported"),
-    Field("format", Table(
+    Field("format", FieldTable(
         Field("type", Literal["json_schema"], "of the text", required=True),
         Field("schema", JsonObject, "the JSON schema", required=True),
     ), "what the text must look like"),
@@ -285,8 +285,8 @@ ANTHROPIC_COUNTED = (
     Field("thinking", JsonObject, "type enabled, adaptive or disabled; more of it is reported"),
     Field("output_config", OUTPUT_CONFIG, "how much to reason, and what the text must look like"),
 )
-COUNT_TOKENS = Table(*ANTHROPIC_COUNTED)
-MESSAGES = Table(
+COUNT_TOKENS = FieldTable(*ANTHROPIC_COUNTED)
+MESSAGES = FieldTable(
     *ANTHROPIC_COUNTED,
     *sampling("messages"),
     Field("stream", bool, "answer in server-sent events"),
@@ -296,7 +296,7 @@ MESSAGES = Table(
     label("service_tier"),
 )  # fmt: skip
 
-TOKENIZE = Table(
+TOKENIZE = FieldTable(
     MODEL,
     Field("prompt", str, "the text; this, content or messages"),
     Field("content", str, "as prompt"),
@@ -309,7 +309,7 @@ TRUNCATE = Field(
     int,
     "cut what is longer to so many tokens; -1 is as many as the model takes; default reject it",
 )
-EMBEDDINGS = Table(
+EMBEDDINGS = FieldTable(
     MODEL,
     Field("input", str | list[Any], "a text, token ids, or a list of either", required=True),
     Field("dimensions", Count, "keep the first so many numbers; default all"),
@@ -319,7 +319,7 @@ EMBEDDINGS = Table(
     Field("cache_salt", str, "only requests of the same salt share cached prompts"),
     label("user"),
 )
-RERANK = Table(
+RERANK = FieldTable(
     MODEL,
     Field("query", str, "what is looked for", required=True),
     Field("documents", list[str | JsonObject], "texts, or objects with text", required=True),
@@ -330,5 +330,5 @@ RERANK = Table(
     Field("cache_salt", str, "only requests of the same salt share cached prompts"),
     label("user"),
 )
-DETOKENIZE = Table(MODEL, Field("tokens", TokenIds, "token ids", required=True))
-TEMPLATE = Table(MODEL, *RENDERING)
+DETOKENIZE = FieldTable(MODEL, Field("tokens", TokenIds, "token ids", required=True))
+TEMPLATE = FieldTable(MODEL, *RENDERING)

@@ -22,7 +22,7 @@ _ALPHABET = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """What may be called.
+    """Tools that may be called.
 
     Attributes:
         tools: as chat templates take them; none where nothing may be called.
@@ -47,19 +47,19 @@ class ToolChoice:
 
     @property
     def _functions(self) -> dict[str, Mapping[str, Any]]:
-        """Those that may be called by a forced answer."""
+        """Functions that a forced answer may call."""
         functions = [tool["function"] for tool in self.tools]
         return {each["name"]: each for each in functions if self.name in (None, each["name"])}
 
     def trials(self, special: Mapping[str, int]) -> dict[str, str]:
-        """By function, the grammar by which is tried whether its schema can be forced."""
-        found = {}
+        """Grammar by which each function's schema is tried."""
+        grammars = {}
         for name, function in self._functions.items():
             if self.is_forced or function.get("strict"):
                 with suppress(Unforceable):
                     schema = function.get("parameters", {})
-                    found[name] = call_alone(self.format, name, schema, special) or ""
-        return {name: grammar for name, grammar in found.items() if grammar}
+                    grammars[name] = call_alone(self.format, name, schema, special) or ""
+        return {name: grammar for name, grammar in grammars.items() if grammar}
 
     def _schema(
         self, function: Mapping[str, Any], special: Mapping[str, int], faults: Mapping[str, str]
@@ -110,7 +110,7 @@ class ToolChoice:
         if not self.tools or not (self.is_forced or is_strict or form or not self.is_parallel):
             return None
         assert self.format is not None
-        found = call_grammar(
+        calls = call_grammar(
             self.format,
             {
                 name: self._schema(function, special, faults or {})
@@ -122,7 +122,7 @@ class ToolChoice:
             thinks=thinks,
             form=form,
         )
-        if found is None:
+        if calls is None:
             what = "tool_choice" if self.is_forced else "parallel_tool_calls"
             raise ApiError(
                 f"Calls cannot be forced in this model's format ({self.format.name}); leave "
@@ -130,10 +130,10 @@ class ToolChoice:
                 code="unsupported_value",
                 param=what,
             )
-        return found
+        return calls
 
 
-def tool_choice(found: Mapping[str, Any], format: Format) -> ToolChoice:
+def tool_choice(fields: Mapping[str, Any], format: Format) -> ToolChoice:
     """
     Args:
         format: of the model.
@@ -141,7 +141,7 @@ def tool_choice(found: Mapping[str, Any], format: Format) -> ToolChoice:
     Raises:
         ApiError: the tools or the choice cannot be.
     """
-    tools, choice = found.get("tools", []), found.get("tool_choice")
+    tools, choice = fields.get("tools", []), fields.get("tool_choice")
     if not tools:
         if choice not in (None, "none", "auto"):
             raise ApiError("tool_choice is given without tools; give some.", param="tool_choice")
@@ -161,7 +161,7 @@ def tool_choice(found: Mapping[str, Any], format: Format) -> ToolChoice:
         tuple(tools),
         is_forced=choice == "required" or name is not None,
         name=name,
-        is_parallel=found.get("parallel_tool_calls", True),
+        is_parallel=fields.get("parallel_tool_calls", True),
         format=format,
     )
 
@@ -238,10 +238,10 @@ def fit_call_ids(messages: Sequence[dict[str, Any]], length: int) -> None:
     if not length:
         return
 
-    def fitting(given: str) -> str:
-        if len(given) == length and set(given) <= set(_ALPHABET):
-            return given
-        digest = hashlib.sha256(given.encode()).digest()
+    def fitting(call_id: str) -> str:
+        if len(call_id) == length and set(call_id) <= set(_ALPHABET):
+            return call_id
+        digest = hashlib.sha256(call_id.encode()).digest()
         return "".join(_ALPHABET[byte % len(_ALPHABET)] for byte in digest[:length])
 
     for message in messages:

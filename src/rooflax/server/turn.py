@@ -1,19 +1,18 @@
-"""`Turn`: an assistant's answers to one conversation, piece by piece, for every chat-like API."""
+"""`ChatTurn`: the answers to one conversation, piece by piece, for every chat-like API."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rooflax.completion import Delta
-from rooflax.server.call import Call, check_finished
+from rooflax.server.call import ApiCall, check_finished
 from rooflax.server.errors import ApiError
 from rooflax.server.grammars import Thinks, behind_reasoning
 from rooflax.server.reader import Event, Reader
-from rooflax.server.rendering import Prompt, render
+from rooflax.server.rendering import ChatPrompt, render
 from rooflax.server.sampling import form_field, form_of, sampling_params
 from rooflax.server.tools import new_call_id
 
@@ -44,7 +43,7 @@ class Spelled(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """What one sample went on with.
+    """Part of one sample since the last one.
 
     Attributes:
         events: text, reasoning and calls, in their order.
@@ -60,35 +59,35 @@ class Piece:
     finish_reason: str | None
 
 
-class Turn:
+class ChatTurn:
     """One conversation's samples.
 
     Args:
-        found: fields as /v1/chat/completions has them; those of other APIs are turned into these.
+        fields: as /v1/chat/completions has them; those of other APIs are converted to these.
         most_field: the API's own name of max_tokens.
 
     Attributes:
         prompt: once the pieces have begun.
     """
 
-    def __init__(self, call: Call, found: Mapping[str, Any], most_field: str | None = None):
-        self.call, self.found = call, found
-        self.num_samples: int = found.get("n", 1)
-        self.prompt: Prompt | None = None
+    def __init__(self, call: ApiCall, fields: Mapping[str, Any], most_field: str | None = None):
+        self.call, self.fields = call, fields
+        self.num_samples: int = fields.get("n", 1)
+        self.prompt: ChatPrompt | None = None
         self._readers: dict[int, Reader] = {}
         self._waiting: dict[int, list[dict[str, Any]]] = defaultdict(list)
-        self._most = "max_completion_tokens" if "max_completion_tokens" in found else "max_tokens"
+        self._most = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
         self._most_field = most_field or self._most
-        top = found.get("top_logprobs")
-        if top is not None and not found.get("logprobs"):
+        top = fields.get("top_logprobs")
+        if top is not None and not fields.get("logprobs"):
             raise ApiError(
                 "top_logprobs is given without logprobs; say logprobs: true.", param="top_logprobs"
             )
-        self._logprobs = (top or 0) if found.get("logprobs") else None
-        self._form = form_of(found)
+        self._logprobs = (top or 0) if fields.get("logprobs") else None
+        self._form = form_of(fields)
 
     def call_id(self, event: Event, prefix: str = "call_") -> str:
-        """The model's own, or a new one of the kind that its template wants."""
+        """The model's own id, or a new one of the template's kind."""
         if event.id:
             return event.id
         calls = self.prompt and self.prompt.format.calls
@@ -102,13 +101,13 @@ class Turn:
         """
         call, service = self.call, self.call.service
         with service.reserved(self.num_samples, call.owner):
-            prompt = self.prompt = await render(service, self.found)
+            prompt = self.prompt = await render(service, self.fields)
             tokenizer = service.ready().llm.tokenizer
-            max_tokens = self.found.get(self._most)
+            max_tokens = self.fields.get(self._most)
             service.check_length(len(prompt.ids), max_tokens, self._most_field)
             thinks = prompt.thinks(tokenizer.decode)
             params = sampling_params(
-                self.found,
+                self.fields,
                 call.seed,
                 await self._grammars(prompt, thinks),
                 max_tokens=max_tokens,
@@ -117,25 +116,24 @@ class Turn:
             call.usage.prompt_tokens = len(prompt.ids)
 
             def reader(index: int) -> Reader:
-                found = self._readers[index] = Reader(
+                one_reader = self._readers[index] = Reader(
                     tokenizer,
                     prompt.format,
                     prompt.ids,
                     reads_calls=bool(prompt.choice.tools),
                     schemas=prompt.choice.schemas,
                 )
-                return found
+                return one_reader
 
-            stream = service.stream(
+            async with service.stream(
                 [prompt.ids],
                 params,
                 owner=call.owner,
                 model=call.model,
                 cache_salt=call.cache_salt,
                 decoders=reader,
-                form_field=form_field(self.found) if self._form else "tools",
-            )
-            async with aclosing(stream) as deltas:
+                form_field=form_field(self.fields) if self._form else "tools",
+            ) as deltas:
                 async for delta in deltas:
                     yield self._piece(delta)
 
@@ -160,21 +158,21 @@ class Turn:
         waiting = self._waiting[delta.index]
         spelling = self.call.service.spelling
         waiting += spelling.chat(delta.tokens, delta.logprobs, self._logprobs)
-        is_last, found = delta.completion is not None, []
+        is_last, parts = delta.completion is not None, []
         # Beyond the spans is a token that ended the answer.
         for entry, (begin, end) in zip(waiting, reader.spans, strict=False):
             if end > reader.certain and not is_last:
                 break
             part = Spelled(entry, begin, end).within(-1, reader.certain)
-            found.append(part)
-        del waiting[: len(found)], reader.spans[: len(found)]
-        return [part for part in found if part is not None]
+            parts.append(part)
+        del waiting[: len(parts)], reader.spans[: len(parts)]
+        return [part for part in parts if part is not None]
 
-    async def _grammars(self, prompt: Prompt, thinks: Thinks) -> dict[str, Any]:
+    async def _grammars(self, prompt: ChatPrompt, thinks: Thinks) -> dict[str, Any]:
         service, choice = self.call.service, prompt.choice
         special, trials = service.special, choice.trials(service.special)
-        found = await service.faults(list(trials.values()))
-        faults = dict(zip(trials, found, strict=True))
+        fault_list = await service.faults(list(trials.values()))
+        faults = dict(zip(trials, fault_list, strict=True))
         calls = choice.grammar(special, thinks, self._form, faults)
         if calls is not None:
             return {"grammar": calls}

@@ -200,16 +200,16 @@ class Protocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """The answer to what is no request, as JSON; then the connection is closed."""
-        found = self._rejection or ApiError("The request is not valid HTTP.", code="invalid_http")
-        self._rejection = found
+        error = self._rejection or ApiError("The request is not valid HTTP.", code="invalid_http")
+        self._rejection = error
         self._head_came()
-        body = msgspec.json.encode(openai_body(found))
+        body = msgspec.json.encode(openai_body(error))
         headers = {
             "content-type": "application/json", "content-length": len(body),
             "x-request-id": f"req_{secrets.token_hex(12)}", "connection": "close",
-        } | found.headers  # fmt: skip
+        } | error.headers  # fmt: skip
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        head = f"HTTP/1.1 {found.status} {_PHRASES[found.status]}\r\n{lines}\r\n"
+        head = f"HTTP/1.1 {error.status} {_PHRASES[error.status]}\r\n{lines}\r\n"
         self.transport.write(head.encode() + body)
         self.transport.close()
 

@@ -10,7 +10,7 @@ from rooflax.bench import report
 from rooflax.bench.ablate import SWITCHES, ablation, comparable, summarise
 from rooflax.bench.breakdown import (
     DISPATCH,
-    Event,
+    TraceEvent,
     breakdown,
     covered,
     instruction_parts,
@@ -160,10 +160,10 @@ def test_shares_of_a_trace_by_hand():
         "add.5": "other", "mul.6": "norms",
     }  # fmt: skip
     events = [
-        Event("m", "while.4", 0, 100),
-        Event("m", "dot.1", 0, 40),
-        Event("m", "dot.1", 10, 50),  # another thread
-        Event("m", "fusion.3", 60, 80),
+        TraceEvent("m", "while.4", 0, 100),
+        TraceEvent("m", "dot.1", 0, 40),
+        TraceEvent("m", "dot.1", 10, 50),  # another thread
+        TraceEvent("m", "fusion.3", 60, 80),
     ]
     found = shares(events, parts, 100e-9)
     assert found["matmuls"] == pytest.approx(0.7 * 0.8)

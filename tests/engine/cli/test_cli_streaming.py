@@ -22,32 +22,32 @@ def budget(where):
     return plan.fixed_bytes + 3 * max(plan.layer_bytes)
 
 
-def test_inspect_and_generate_say_what_is_streamed(rooflax, where, budget):
+def test_inspect_and_generate_say_what_is_offloaded(rooflax, where, budget):
     ran = rooflax("inspect", where, "--weights-budget", budget, "--json")
     memory = json.loads(ran.out)["memory"]
-    layer = memory["streaming"].pop("bytes_per_step") // 3
-    assert memory["streaming"] == {
-        "budget_bytes": budget, "layers": 4, "layers_resident": 1, "layers_streamed": 3,
+    layer = memory["offloading"].pop("bytes_per_step") // 3
+    assert memory["offloading"] == {
+        "budget_bytes": budget, "layers": 4, "layers_resident": 1, "layers_offloaded": 3,
     }  # fmt: skip
     assert budget - layer < memory["weights_bytes"] <= budget
     text = rooflax("inspect", where, "--weights-budget", budget).out
-    assert "layers that are streamed" in text
+    assert "layers that are offloaded" in text
     assert max(map(len, text.splitlines())) <= 80
 
     flags = ("generate", where, "-p", "def f", "-n", 6, "--temp", 0, "--ignore-eos")
     plain = json.loads(rooflax(*flags, "--json").out)
     found = json.loads(rooflax(*flags, "--weights-budget", budget, "--json").out)
     assert found["tokens"] == plain["tokens"]
-    assert "streaming" not in plain
-    streaming = found["streaming"]
+    assert "offloading" not in plain
+    streaming = found["offloading"]
     assert streaming.pop("gb_per_s") > 0
     assert streaming == {
-        "layers": 4, "layers_streamed": 3, "bytes_per_step": 3 * layer, "steps": 6,
+        "layers": 4, "layers_offloaded": 3, "bytes_per_step": 3 * layer, "steps": 6,
         "bytes_per_token": 3 * layer,
     }  # fmt: skip
     assert found["memory"]["weights_bytes"] <= budget < plain["memory"]["weights_bytes"]
     said = rooflax(*flags, "--weights-budget", budget).err
-    assert "stream   3 of 4 layers, " in said
+    assert "offload  3 of 4 layers, " in said
     assert " GB/s\n" in said
 
 

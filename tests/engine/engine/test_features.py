@@ -10,7 +10,7 @@ from rooflax import LLM, EngineError, ExecutionOptions, RequestError, SamplingPa
 from rooflax.engine.engine import Engine
 from rooflax.engine.features import registry
 from rooflax.engine.features.feature import Feature
-from rooflax.engine.features.grammar import Grammar
+from rooflax.engine.features.grammar import GrammarFeature
 from rooflax.engine.sequence import FeatureState, Sequence
 from rooflax.nn.engine_config import EngineConfig
 from rooflax.nn.pooler import Pooler
@@ -92,7 +92,7 @@ def test_an_engine_without_features_runs_the_rest(model):
         with pytest.raises(RequestError, match=f"needs {feature.state.feature}, and the engine"):
             bare.check([needing])
     with pytest.raises(EngineError, match="made without pooling"):
-        Engine(model, replace(CONFIG, pooler=Pooler("mean")), features=[Grammar])
+        Engine(model, replace(CONFIG, pooler=Pooler("mean")), features=[GrammarFeature])
 
 
 WITHOUT = """

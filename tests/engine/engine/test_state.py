@@ -243,7 +243,7 @@ def test_settings_change_no_token(checkpoint, variant, name):
     if "weights_budget" in settings:
         settings = {"weights_budget": BUDGETS[variant]}
     llm = LLM(checkpoint(variant), **settings)
-    assert (llm.stream_plan is not None) == ("weights_budget" in settings)
+    assert (llm.offload_plan is not None) == ("weights_budget" in settings)
     found = llm.generate(goldens.prompts(), greedy)
     assert [list(c.tokens) for c in found] == wanted
 

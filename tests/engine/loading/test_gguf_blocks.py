@@ -192,7 +192,7 @@ def test_the_estimate_counts_what_is_kept(path):
 def test_layers_that_are_read_at_every_step_change_no_token(path, wanted):
     plan = make_plan(path, weights_budget=1 << 40).offloading
     llm = LLM(path, weights_budget=plan.fixed_bytes + 3 * max(plan.layer_bytes))
-    assert llm.stream_plan.streamed == (1, 2, 3)
+    assert llm.offload_plan.offloaded == (1, 2, 3)
     assert tokens(llm) == wanted
 
 
@@ -235,7 +235,7 @@ def test_it_is_saved_as_it_is(path, kept, wanted, tmp_path, layers):
         load(tmp_path / "m")
     found["layers.7.attn.qkv"] = "q4_k"
     (tmp_path / "m/config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="the weight 'layers.7.attn.qkv', which is not"):
+    with pytest.raises(CheckpointError, match="the weight 'layers.7.attn.qkv', which is unknown"):
         load(tmp_path / "m")
 
 

@@ -31,7 +31,7 @@ from rooflax.loading.gguf_weights import GGUFWeights
 from rooflax.loading.model_info import model_info
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.models.registry import family, gguf_families
-from rooflax.nn.decoder import Names
+from rooflax.nn.decoder import TensorNames
 from rooflax.nn.storage import is_head
 from tests import gguf_cases, goldens, tokenizer_cases
 from tests.marks import cases
@@ -82,7 +82,7 @@ def as_float32(model):
             return [rounded(one) for one in value]
         return np.float32(value) if isinstance(value, float) else value
 
-    config = dataclasses.replace(model.config, names=Names())  # a file's own
+    config = dataclasses.replace(model.config, names=TensorNames())  # a file's own
     return rounded(family(model.family).config_to_hf(config))
 
 

@@ -239,7 +239,7 @@ def test_layers_with_heads_of_two_sizes_run_one_by_one(tmp_path):
     reference = goldens.committed("gemma4_text")
     folder = goldens.write_checkpoint(tmp_path / "m", "gemma4_text", reference)
     llm = LLM(folder, weights_budget=400_000)
-    assert len(llm.plan.offloading.streamed) == 4
+    assert len(llm.plan.offloading.offloaded) == 4
     greedy = SamplingParams(temperature=0.0, max_tokens=goldens.NEW_TOKENS, ignore_eos=True)
     found = llm.generate(goldens.prompts(), greedy)
     assert [list(c.tokens) for c in found] == reference.greedy.tolist()

@@ -52,8 +52,8 @@ def test_pitfalls_are_as_described() -> None:
         assert run_all("docs/jax-pitfalls.md") == 13
 
 
-def test_readme_snippets_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_all("README.md") == 4
+def test_usage_snippets_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_all("docs/usage.md") == 4
     out = capsys.readouterr().out
     assert '{"name": "Ada", "age": 36}' in out
     assert "try:\n    import linecache\nexcept ImportError:\n" in out
@@ -169,8 +169,8 @@ def test_every_model_in_a_command_has_a_name_that_can_be_found(page: str) -> Non
         assert NAMED.match(name), f"{page} names the model {name!r}"
 
 
-def test_readme_tree_names_what_exists() -> None:
-    (block,) = [s for s in snippets("README.md", "text") if "\nsrc/rooflax/" in s.code]
+def test_the_tree_of_folders_names_what_exists() -> None:
+    (block,) = [s for s in snippets("docs/architecture.md", "text") if "\nsrc/rooflax/" in s.code]
     inside = [line.split()[0] for line in block.code.splitlines() if line.startswith("  ")]
     outside = [line.split()[0] for line in block.code.splitlines() if not line.startswith("  ")]
     for name in inside:

@@ -235,7 +235,7 @@ def test_children_search_no_folder_without_a_name(tmp_path, monkeypatch, entries
     set_traps(tmp_path / "here", sprung)
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("PYTHONPATH", f"{entries}{os.pathsep}{tmp_path}")
-    ran = processes.run("rooflax", ["tokenize", "-p", "x"], given="")
+    ran = processes.run("rooflax", ["tokenize", "-p", "x"], stdin="")
     assert ran.returncode == 0, ran.stderr
     assert_none_sprung(sprung)
 
@@ -245,9 +245,9 @@ def test_what_pythonpath_names_in_full_stays(tmp_path, monkeypatch):
     (tmp_path / "named.py").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert processes.run("named", given="").returncode == 0
+    assert processes.run("named", stdin="").returncode == 0
     monkeypatch.setenv("PYTHONPATH", os.curdir)
-    assert processes.run("named", given="").returncode != 0
+    assert processes.run("named", stdin="").returncode != 0
 
 
 def test_children_find_a_rooflax_that_only_sys_path_names(tmp_path, monkeypatch):

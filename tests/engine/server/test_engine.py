@@ -243,7 +243,7 @@ def test_g5_a_schema_that_does_not_fit_is_cut(served):
 
 
 def beyond_limits(end):
-    """A grammar that compiles; what is kept of it after it has failed lets nothing begin."""
+    """A grammar that compiles; what is kept of it after it has failed has no valid output."""
     names = [f"T{number}" for number in range(60)]
     terminals = [rf"{name}: /(.*[a-f]).{{{name[1:]}}}{end}/" for name in names]
     return {"grammar": "\n".join([f"start: ({'|'.join(names)})+", *terminals])}

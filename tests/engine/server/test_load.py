@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rooflax import http_client
-from rooflax.bench.load import MIXES, Load, Target, answered, run_load
+from rooflax.bench.load import MIXES, ServerLoad, Target, answered, run_load
 from rooflax.cli.main import main
 from rooflax.errors import EngineError, RequestError
 from rooflax.http_client import BadAnswer, Chunks, Client, Reply, Server
@@ -29,31 +29,31 @@ SMALL = {
 
 def test_lengths_follow_their_rules():
     for mix in MIXES:
-        load = Load(num_requests=400, prompt_tokens=100, output_tokens=50, mix=mix)
+        load = ServerLoad(num_requests=400, prompt_tokens=100, output_tokens=50, mix=mix)
         lengths = load.lengths()
         assert lengths == load.lengths()
         sizes = [len(prompt) for prompt in load.prompts(1000)]
         assert sizes == [prompt for prompt, _ in lengths]
         words = load.prompts(None)
         assert [len(text.split()) for text in words] == sizes
-    chat = np.array(Load(num_requests=400, prompt_tokens=100, mix="chat").lengths())
+    chat = np.array(ServerLoad(num_requests=400, prompt_tokens=100, mix="chat").lengths())
     assert 85 < np.median(chat[:, 0]) < 115 and chat[:, 0].max() == 400
     assert np.std(np.log(chat[:, 0])) > 0.7
-    long = [prompt for prompt, _ in Load(num_requests=20, mix="long").lengths()]
+    long = [prompt for prompt, _ in ServerLoad(num_requests=20, mix="long").lengths()]
     assert sorted(set(long)) == [64, 512] and long.count(512) == 2
 
 
 def test_prefixes_are_shared_and_arrivals_are_as_many_a_second():
-    prompts = Load(num_requests=8, prompt_tokens=64, mix="prefix").prompts(1000)
+    prompts = ServerLoad(num_requests=8, prompt_tokens=64, mix="prefix").prompts(1000)
     assert prompts[0][:48] == prompts[4][:48] != prompts[1][:48]
     assert prompts[0][48:] != prompts[4][48:]
-    at = Load(num_requests=4000, per_s=20.0).arrivals_s()
+    at = ServerLoad(num_requests=4000, per_s=20.0).arrivals_s()
     assert at == sorted(at) and 190 < at[-1] < 210
 
 
 def test_another_seed_asks_something_else():
-    loads = [Load(num_requests=8, mix="chat", per_s=1.0, seed=seed) for seed in (0, 0, 1)]
-    for what in (Load.lengths, Load.arrivals_s, lambda load: load.prompts(1000)):
+    loads = [ServerLoad(num_requests=8, mix="chat", per_s=1.0, seed=seed) for seed in (0, 0, 1)]
+    for what in (ServerLoad.lengths, ServerLoad.arrivals_s, lambda load: load.prompts(1000)):
         first, again, other = map(what, loads)
         assert first == again != other
 
@@ -70,7 +70,7 @@ def test_another_seed_asks_something_else():
 )
 def test_a_load_that_cannot_be_is_rejected(given):
     with pytest.raises(RequestError, match=next(iter(given))):
-        Load(**given)
+        ServerLoad(**given)
 
 
 def test_chunks_are_read_wherever_they_are_cut():
@@ -111,7 +111,7 @@ def test_what_is_no_url(url):
 def test_figures_are_those_of_the_answers(live, scripted):
     async def measure(**given):
         async with Target(Server.of(live.url)) as target:
-            return await run_load(target, Load(**given))
+            return await run_load(target, ServerLoad(**given))
 
     scripted.pause_s = 0.01
     sizes = {"num_requests": 8, "prompt_tokens": 9, "output_tokens": 7}
@@ -130,7 +130,9 @@ def test_failures_are_counted_by_reason(live, scripted):
     async def ask(error):
         async with Target(Server.of(live.url)) as target:
             scripted.error = error
-            return await run_load(target, Load(num_requests=3, concurrency=1, output_tokens=4))
+            return await run_load(
+                target, ServerLoad(num_requests=3, concurrency=1, output_tokens=4)
+            )
 
     with pytest.raises(EngineError, match="status 500"):
         asyncio.run(ask((0, EngineError("broken"))))
@@ -167,7 +169,7 @@ def test_a_server_that_knows_no_ignore_eos_and_closes_connections():
     async def measure(port):
         async with Target(Server.of(f"http://127.0.0.1:{port}/v1")) as target:
             assert target.vocab_size is None
-            return await run_load(target, Load(num_requests=2, prompt_tokens=3))
+            return await run_load(target, ServerLoad(num_requests=2, prompt_tokens=3))
 
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -184,14 +184,14 @@ def test_clients_that_leave_leave_nothing_behind(served, client):
 def test_the_snippets_of_the_docs_run(served, capsys):
     namespace = {}
     found = snippets("docs/server.md", "python")
-    readme = [each for each in snippets("README.md", "python") if "openai.OpenAI" in each.code]
-    for snippet in (*readme, *found):
+    usage = [each for each in snippets("docs/usage.md", "python") if "openai.OpenAI" in each.code]
+    for snippet in (*usage, *found):
         code = snippet.code.replace("http://127.0.0.1:8000", served.url)
         exec(compile(code, f"docs/server.md:{snippet.line}", "exec"), namespace)
     for name in ("client", "anthropic_client"):
         namespace[name].close()
     out = capsys.readouterr().out
-    assert len(found) == 4 and len(readme) == 1
+    assert len(found) == 4 and len(usage) == 1
     assert out.count("rooflax-chat") == 2 and out.count("len([4, 5, 6])") == 2
     assert 'get_weather {"city": "Oslo"}' in out
 

@@ -17,7 +17,7 @@ from rooflax.engine.compilation import CompileCounts
 from rooflax.engine.sequence import StepOutput, TokenLogprobs
 from rooflax.engine.thread import Health
 from rooflax.server.listening import listen
-from rooflax.server.run import Runner
+from rooflax.server.run import ServerRunner
 from rooflax.server.settings import Settings
 
 Script = Callable[[list[int], SamplingParams, int], list[int]]
@@ -127,7 +127,7 @@ def _logprobs(token: int) -> TokenLogprobs:
 class Live:
     """A running server and a client of it."""
 
-    def __init__(self, runner: Runner, port: int, thread: threading.Thread):
+    def __init__(self, runner: ServerRunner, port: int, thread: threading.Thread):
         self.runner, self.service, self.port, self.thread = runner, runner.service, port, thread
         self.url = f"http://127.0.0.1:{port}"
         self.http = httpx.Client(base_url=self.url, timeout=60.0, trust_env=False)
@@ -154,7 +154,7 @@ def serving(
     """A server of what `load` gives."""
     chosen = Settings(**{"port": 0} | settings)
     with listen(chosen) as listener:
-        runner = Runner(chosen, load, lambda _: None)
+        runner = ServerRunner(chosen, load, lambda _: None)
         port = listener.getsockname()[1]
         failed: list[BaseException] = []
 

@@ -15,7 +15,7 @@ import pytest
 from rooflax.cli import chat_input, terminal
 from rooflax.cli.chat_commands import complete
 from rooflax.cli.serve import LogLines
-from rooflax.cli.wrapping import Wrapper
+from rooflax.cli.wrapping import LineWrapper
 from tests.support.cli.terminals import READY, TIMEOUT_S, Terminal
 
 PASTED = "\x1b[200~{}\x1b[201~"
@@ -214,21 +214,21 @@ def screen(written, columns):
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_wrapping_is_that_of_textwrap_whatever_the_pieces(size):
     text = "It is a truth universally acknowledged that a single man of fortune wants a wife. " * 3
-    wrap = Wrapper(31)
+    wrap = LineWrapper(31)
     written = "".join(wrap(text[at : at + size]) for at in range(0, len(text), size))
     assert screen(written, 31) == textwrap.wrap(text, 30)
 
 
 def test_what_has_no_spaces_breaks_at_the_edge():
-    assert screen(Wrapper(21)("x" * 45), 21) == ["x" * 20, "x" * 20, "x" * 5]
-    assert Wrapper(21)("漢" * 12) == "漢" * 10 + "\n" + "漢" * 2
-    assert Wrapper(21)("e\u0301" * 20) == "e\u0301" * 20
-    assert Wrapper(19)("a b " * 20) == "a b " * 20
+    assert screen(LineWrapper(21)("x" * 45), 21) == ["x" * 20, "x" * 20, "x" * 5]
+    assert LineWrapper(21)("漢" * 12) == "漢" * 10 + "\n" + "漢" * 2
+    assert LineWrapper(21)("e\u0301" * 20) == "e\u0301" * 20
+    assert LineWrapper(19)("a b " * 20) == "a b " * 20
 
 
 def test_own_lines_and_their_indents_stay():
     text = "def f():\n    return 1\n\n\tx = 2\n"
-    assert Wrapper(40)(text) == text
+    assert LineWrapper(40)(text) == text
 
 
 def test_the_history_is_bounded_and_takes_what_is_no_line(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rooflax.engine.block_manager import BlockManager
 from rooflax.engine.buckets import Buckets
-from rooflax.engine.packing import DecodeWriter, Layout, Writer
+from rooflax.engine.packing import DecodeWriter, StepLayout, Writer
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.scheduler import Scheduler
 from rooflax.engine.sequence import KVState, Sequence, with_siblings
@@ -218,7 +218,7 @@ def run_random(
     )
     stub = model(scheduler, lambda seq: 7 if seq.num_tokens % 11 == 0 else seq.num_tokens % 2)
     tables = tuple(blocks_needed(w, 30, scheduler.new_tokens, BLOCK_SIZE) for w in windows)
-    writer = DecodeWriter(Layout(SLOTS, SLOTS, tables), SLOTS)
+    writer = DecodeWriter(StepLayout(SLOTS, SLOTS, tables), SLOTS)
     everyone = []
 
     def step(early=None):

@@ -588,4 +588,4 @@ def test_names_that_a_template_reads_are_asked_for_again_after_a_fault(monkeypat
     found = chat_template.names(template)
     assert found.variables == {"messages", "role", "style"} and found.texts == {"developer"}
     for none in (None, "{% if", "\ud800{{ x }}", "{{ x }}\ud800"):
-        assert chat_template.names(none) == chat_template.Names()
+        assert chat_template.names(none) == chat_template.TemplateNames()

@@ -18,7 +18,7 @@ from tokenizers.processors import TemplateProcessing
 from rooflax.loading.incremental import spelled_bytes
 from rooflax.nn.host_memory import anonymous_bytes
 from rooflax.server import tables
-from rooflax.server.fields import Table
+from rooflax.server.fields import FieldTable
 from tests.support.server.live import ScriptedLLM, serving
 
 CHAT = "/v1/chat/completions"
@@ -873,7 +873,7 @@ def halves(text):
 
 def test_tables_describe_themselves():
     for table, _ in PATHS.values():
-        assert isinstance(table, Table)
+        assert isinstance(table, FieldTable)
         schema = table.schema()
         assert set(schema["properties"]) == {
             field.name for field in table.fields.values() if field.policy != "rejected"

@@ -77,7 +77,7 @@ def observe(monkeypatch, tmp_path, capfd):
             return 0
 
     monkeypatch.setattr("rooflax.server.listening.listen", lambda _: Socket())
-    monkeypatch.setattr("rooflax.server.run.Runner", Runner)
+    monkeypatch.setattr("rooflax.server.run.ServerRunner", Runner)
     monkeypatch.setattr("rooflax.async_llm.AsyncLLM", Engine)
     find = plan.model_info
     monkeypatch.setattr(

@@ -100,7 +100,7 @@ def test_u5_bytes_that_are_no_character_are_said_once(live, scripted, path, said
 
 
 def test_u7_the_prompt_of_a_completion_may_hold_control_tokens(live, scripted):
-    """As docs/server.md says: it is the model's own notation, and ids are the way around it."""
+    """As docs/server.md says: a special token's text is that token, and ids are unambiguous."""
     tokenizer = scripted.llm.tokenizer
     text = "<|im_end|>\n<|im_start|>system"
     for how in ({}, {"add_special_tokens": False}):
@@ -109,7 +109,7 @@ def test_u7_the_prompt_of_a_completion_may_hold_control_tokens(live, scripted):
         assert [tokenizer.id_to_token(t) for t in controls] == ["<|im_end|>", "<|im_start|>"]
     ask(live, "/v1/completions", prompt=tokenizer.encode_plain(text))
     assert not set(scripted.asked[-1][0]) & tokenizer.special_token_ids
-    assert "is the model's own notation" in (ROOT / "docs" / "server.md").read_text("utf-8")
+    assert "the text of a special token" in (ROOT / "docs" / "server.md").read_text("utf-8")
 
 
 @pytest.fixture(scope="module")

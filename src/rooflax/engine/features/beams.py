@@ -1,4 +1,4 @@
-"""Beam search: which beams go on with which tokens, and which texts are done. Pure Python, no jax.
+"""Beam search: the next beams with their tokens, and the finished texts. Pure Python, no jax.
 
 A `BeamGroup` is `num_beams` sequences in lockstep. It chooses as transformers' `_beam_search` does;
 blocks and slots are the scheduler's.
@@ -88,7 +88,7 @@ class BeamGroup:
         """The best continuations, by the beam that takes each; none if the search is over.
 
         The best `num_beams` of all candidates end there if their token ends the text or is the
-        last one; the best `num_beams` of the others go on. A beam's best continuation stays with
+        last one; the best `num_beams` of the others continue. A beam's best continuation stays with
         it, its others go to beams that have none.
         """
         count, first = len(self.members), self.members[0]
@@ -100,17 +100,17 @@ class BeamGroup:
         best = sorted(candidates, key=lambda c: -c.score)
         length = first.num_output_tokens + 1
         is_last = length >= first.max_tokens
-        for found in best[:count]:
-            if is_last or found.token in first.stop_ids:
-                self._finish(found, length)
-        open_ = [found for found in best if found.token not in first.stop_ids][:count]
+        for beam in best[:count]:
+            if is_last or beam.token in first.stop_ids:
+                self._finish(beam, length)
+        open_ = [beam for beam in best if beam.token not in first.stop_ids][:count]
         if is_last or self._is_over(open_[0].score, length):
             return {}
         return _next_beams(open_, count)
 
-    def _finish(self, found: Continuation, length: int) -> None:
-        tokens = (*self.members[found.parent].output_tokens, found.token)
-        done = Hypothesis(self._penalised(found.score, length), tokens)
+    def _finish(self, beam: Continuation, length: int) -> None:
+        tokens = (*self.members[beam.parent].output_tokens, beam.token)
+        done = Hypothesis(self._penalised(beam.score, length), tokens)
         ranked = sorted([*self.finished, done], key=lambda h: -h.score)
         self.finished = ranked[: len(self.members)]
 
@@ -123,7 +123,7 @@ class BeamGroup:
         """Whether there are texts enough, and no open beam is held to become better.
 
         Args:
-            best: sum of the log-probabilities of the best beam that could go on.
+            best: sum of the log-probabilities of the best open beam.
             length: its generated tokens.
         """
         first = self.members[0]
@@ -139,12 +139,12 @@ class BeamGroup:
 
     def go_on(self, next_beams: dict[int, Continuation], now_s: float) -> None:
         """Gives every beam the tokens of its continuation."""
-        for index, found in next_beams.items():
-            if found.parent != index:
-                self.members[index].tokens = list(self.members[found.parent].tokens)
-        for index, found in next_beams.items():
-            self.members[index].tokens.append(found.token)
-            self.scores[index] = found.score
+        for index, beam in next_beams.items():
+            if beam.parent != index:
+                self.members[index].tokens = list(self.members[beam.parent].tokens)
+        for index, beam in next_beams.items():
+            self.members[index].tokens.append(beam.token)
+            self.scores[index] = beam.score
         for member in self.members:
             member.sampler.candidates = ()
         self.members[0].times.tokens_s.append(now_s)
@@ -161,31 +161,31 @@ class BeamGroup:
 
 
 def _next_beams(chosen: list[Continuation], count: int) -> dict[int, Continuation]:
-    """Which of `count` beams takes which continuation."""
+    """Assigns continuations to `count` beams."""
     next_beams: dict[int, Continuation] = {}
     others = []
-    for found in chosen:
-        if found.parent in next_beams:
-            others.append(found)
+    for beam in chosen:
+        if beam.parent in next_beams:
+            others.append(beam)
         else:
-            next_beams[found.parent] = found
+            next_beams[beam.parent] = beam
     idle = [index for index in range(count) if index not in next_beams]
     return next_beams | dict(zip(idle, others, strict=True))
 
 
 def advance(scheduler: Scheduler, now_s: float) -> list[BeamGroup]:
-    """Lets each search of which every beam has run go on by a token, or ends it; which these are.
+    """Advances each search whose beams have all run by a token, or ends it; returns them.
 
-    A beam goes on from the cache of the one that it continues.
+    A beam continues from its parent's cache.
     """
     beams = map(Beam.of, scheduler.running)
     groups = {id(beam.group): beam.group for beam in beams if beam is not None}
     ready = [group for group in groups.values() if group.is_ready]
     for group in ready:
         next_beams = group.choose()
-        for child, found in next_beams.items():
-            if child != found.parent:
-                scheduler.fork(group.members[child], group.members[found.parent])
+        for child, continued in next_beams.items():
+            if child != continued.parent:
+                scheduler.fork(group.members[child], group.members[continued.parent])
         if next_beams:
             group.go_on(next_beams, now_s)
         else:
@@ -233,7 +233,7 @@ class Beams(Feature):
         return 1 if chooses else most  # the host chooses every token
 
     def after_step(self, plan: StepPlan) -> list[StepOutput]:
-        """Ends the searches of which a beam failed, and lets those go on of which all have run."""
+        """Ends the searches with a failed beam, and advances those whose beams have all run."""
         now_s, outputs = time.perf_counter(), []
         for sequence in plan.sequences:
             if sequence.finish_reason == "error" and Beam.of(sequence) is not None:

@@ -1,4 +1,4 @@
-"""`ModelDrafter`: a smaller model guesses how sequences go on.
+"""`ModelDrafter`: a smaller model drafts tokens.
 
 It is an engine of its own, asked for a few tokens of every sequence at each step. What it has
 computed of them before, its prefix cache keeps.
@@ -23,7 +23,7 @@ class ModelDrafter(Drafter):
     """Draws drafts as the sequence's own parameters say, by the same noise.
 
     Args:
-        engine: of the smaller model, with a slot for every sequence, and nobody else's.
+        engine: of the smaller model, with a slot for every sequence, used for drafts only.
         vocab_size: of the model that is drafted for; ids beyond it are never proposed.
     """
 
@@ -76,7 +76,7 @@ class ModelDrafter(Drafter):
 
 
 def _shadow(sequence: Sequence, num_tokens: int) -> Sequence:
-    """The sequence as it stands, to go on for a few tokens."""
+    """Copies the sequence, to draft a few tokens."""
     shadow = Sequence(
         sequence.request_id,
         sequence.prompt_tokens,

@@ -16,13 +16,13 @@ from rooflax.engine.sequence import FeatureState, Sequence, StepOutput
 if TYPE_CHECKING:
     from rooflax.engine.metrics import Metrics
     from rooflax.engine.packing import StepResult
-    from rooflax.engine.runner import Call, Compiled, Runner
+    from rooflax.engine.runner import Compiled, Runner, StepCall
     from rooflax.engine.scheduler import Scheduler, StepPlan
     from rooflax.nn.engine_config import EngineConfig
 
 
 class CallTimes(NamedTuple):
-    """Of a device call, on the monotonic clock.
+    """Times of a device call, on the monotonic clock.
 
     Attributes:
         scheduled_s: when its step was begun, or the call before it ended.
@@ -37,7 +37,7 @@ class CallTimes(NamedTuple):
 
 
 class Core(Protocol):
-    """What features may use of the engine."""
+    """Interface of the engine that features may use."""
 
     config: EngineConfig
     runner: Runner
@@ -94,16 +94,16 @@ class Feature:
         return {}
 
     def limit_steps(self, decodes: list[Sequence], most: int) -> int:
-        """Before scheduling: how many of at most so many decode steps a dispatch should run."""
+        """Limits the decode steps of a dispatch; runs before scheduling."""
         return most
 
     def before_step(self, plan: StepPlan) -> StepPlan:
         """The plan, with what the feature adds to it."""
         return plan
 
-    def after_call(self, call: Call, result: StepResult, times: CallTimes) -> None:
-        """Before the tokens of a device call are appended; a sequence that it restarts or finishes
-        gets none of them."""
+    def after_call(self, call: StepCall, result: StepResult, times: CallTimes) -> None:
+        """Handles a device call before its tokens are appended; a sequence that it restarts or
+        finishes gets none of them."""
 
     def after_token(self, sequence: Sequence, result: StepResult | None) -> bool:
         """A sequence with slots got a token.
@@ -117,11 +117,11 @@ class Feature:
         return True
 
     def forced_token(self, sequence: Sequence) -> int | None:
-        """The one token that a sequence can go on with, to run with its next step."""
+        """The only token that can follow, to run with the sequence's next step."""
         return None
 
     def after_step(self, plan: StepPlan) -> list[StepOutput]:
-        """What the feature gave sequences beyond the tokens of the step."""
+        """Returns outputs of sequences beyond the tokens of the step."""
         return []
 
     def warm_up(self, report: Callable[[Compiled], None]) -> Seq[Compiled]:

@@ -1,4 +1,4 @@
-"""`Grammar`: sequences whose text follows a constraint, and `MaskReuse` beside them. No jax.
+"""`GrammarFeature`: sequences whose text follows a constraint, and `MaskReuse` beside them. No jax.
 
 A constraint's mask follows from every token before it, and the host computes it. But within a
 string of a JSON schema the mask mostly stays the same. So a dispatch runs several steps with the
@@ -20,7 +20,7 @@ from rooflax.engine.sequence import ENDS_EARLY, Constraint, FeatureState, Sequen
 
 if TYPE_CHECKING:
     from rooflax.engine.packing import StepResult
-    from rooflax.engine.runner import Call
+    from rooflax.engine.runner import StepCall
 
 MEMORY = 0.8
 """Weight of the past in the running means."""
@@ -30,8 +30,8 @@ LONGEST_GAP_S = 0.01
 
 @dataclass
 class Constrained(FeatureState):
-    """Of a sequence with a constraint: the running mean of how often a token leaves its mask as it
-    was."""
+    """State of a sequence with a constraint: the running mean of how often a token leaves its mask
+    unchanged."""
 
     feature = "structured output"
 
@@ -39,7 +39,7 @@ class Constrained(FeatureState):
 
 
 def constrain(sequence: Sequence, constraint: Constraint) -> None:
-    """From here on the sequence's text follows the constraint."""
+    """Constrains the sequence's text from here on."""
     sequence.sampler.constraint = constraint
     sequence.features[Constrained] = Constrained()
 
@@ -87,7 +87,7 @@ class MaskReuse:
         return most
 
 
-class Grammar(Feature):
+class GrammarFeature(Feature):
     """Constraints as a feature of the engine: follows each token, appends what is forced, and
     chooses the decode steps of a dispatch."""
 
@@ -106,7 +106,7 @@ class Grammar(Feature):
             return most
         return self._reuse.num_steps(decodes, most) if self.core.has_own_clock else 1
 
-    def after_call(self, call: Call, result: StepResult, times: CallTimes) -> None:
+    def after_call(self, call: StepCall, result: StepResult, times: CallTimes) -> None:
         if call.shape.kind is StepKind.DECODE:
             gap_s, seconds = times.begun_s - self._last_end_s, times.ended_s - times.begun_s
             self._reuse.observe(gap_s, result.num_steps, seconds)
@@ -124,7 +124,7 @@ class Grammar(Feature):
         return stays
 
     def forced_token(self, sequence: Sequence) -> int | None:
-        """What the sampler could not but choose next, because the constraint leaves nothing else.
+        """The only token that the constraint allows next, if there is just one.
 
         None where more is asked than the token, and where something else may forbid it.
         """

@@ -1,4 +1,4 @@
-"""`Pooling`: an engine that embeds. A step is forward, and a vector where a sequence ends."""
+"""`PoolingFeature`: an engine that embeds. A step gives a vector where a sequence ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rooflax.nn.shards import Shards
 
 if TYPE_CHECKING:
     from rooflax.engine.packing import StepResult
-    from rooflax.engine.runner import Call
+    from rooflax.engine.runner import StepCall
 
 Vectors = Float[Array, "B width"]
 
@@ -36,7 +36,7 @@ class Pooled(FeatureState):
     vector: np.ndarray
 
 
-class Pooling(Feature):
+class PoolingFeature(Feature):
     """Pooling as a feature of the engine: every sequence ends with its prompt, and has a vector."""
 
     state = Pooled
@@ -45,7 +45,7 @@ class Pooling(Feature):
     def step_function(cls, config: EngineConfig) -> dict[str, Any]:
         return {} if config.pooler is None else {"run": pooled, "pooler": config.pooler}
 
-    def after_call(self, call: Call, result: StepResult, times: CallTimes) -> None:
+    def after_call(self, call: StepCall, result: StepResult, times: CallTimes) -> None:
         pooler = self.core.config.pooler
         if pooler is None or result.vectors is None:
             return
@@ -100,7 +100,7 @@ def _over_tokens(pooler: Pooler, hidden: Float[Array, "rows seq D"], batch: Batc
         totals = jnp.sum(jnp.where(batch.valid, shares, 0.0), axis=1)
     else:
         owner, _ = batch.owners
-        owner = jnp.where(batch.valid[0], owner, count)  # padding is nobody's
+        owner = jnp.where(batch.valid[0], owner, count)  # padding has no sequence
         zeros = jnp.zeros((count, hidden.shape[2]), jnp.float32)
         if is_max:
             most = (zeros - jnp.inf).at[owner].max(hidden[0], mode="drop")

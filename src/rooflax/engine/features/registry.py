@@ -2,12 +2,12 @@
 
 from rooflax.engine.features.beams import Beams
 from rooflax.engine.features.feature import Feature
-from rooflax.engine.features.grammar import Grammar
-from rooflax.engine.features.pooling import Pooling
+from rooflax.engine.features.grammar import GrammarFeature
+from rooflax.engine.features.pooling import PoolingFeature
 
 FEATURES: tuple[type[Feature], ...] = (
     Beams,
-    Grammar,
-    Pooling,
+    GrammarFeature,
+    PoolingFeature,
 )
 """In the order of their hooks. Speculation comes before them, where there is a drafter."""

@@ -20,7 +20,7 @@ from rooflax.nn.execution import DEFAULT_DRAFT_TOKENS
 
 if TYPE_CHECKING:
     from rooflax.engine.packing import StepResult
-    from rooflax.engine.runner import Call, Compiled
+    from rooflax.engine.runner import Compiled, StepCall
     from rooflax.engine.scheduler import StepPlan
 
 LONGEST_NGRAM, SHORTEST_NGRAM = 4, 2
@@ -37,7 +37,7 @@ AWAKE_STEPS = 4
 
 
 class Drafter:
-    """Guesses how sequences go on; a guess may be empty, and here all are.
+    """Drafts tokens for sequences; a draft may be empty, and here all are.
 
     Attributes:
         num_bytes: of device memory that it takes.
@@ -46,7 +46,7 @@ class Drafter:
     num_bytes = 0
 
     def propose(self, sequences: Seq[Sequence], num_tokens: int) -> list[list[int]]:
-        """At most `num_tokens` guesses for each sequence."""
+        """Proposes at most `num_tokens` draft tokens for each sequence."""
         return [[] for _ in sequences]
 
     def warm_up(self, report: Callable[[Compiled], None], num_tokens: int) -> list[Compiled]:
@@ -76,7 +76,7 @@ class NgramDrafter(Drafter):
 
 
 class _Ngrams:
-    """Where each n-gram of a growing list of tokens last ended, the end of the list apart."""
+    """End of each n-gram in a growing list of tokens, the end of the list apart."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[int, ...], int] = {}
@@ -91,7 +91,7 @@ class _Ngrams:
             end = self._ends.get(tuple(tokens[-n:]))
             if end is not None:
                 draft = tokens[end : end + count]
-                while len(draft) < count:  # a repetition that has reached the end goes on
+                while len(draft) < count:  # a repetition that has reached the end continues
                     draft.append(draft[end + len(draft) - len(tokens)])
                 return draft
         return []
@@ -161,7 +161,7 @@ class Speculation(Feature):
             return plan
         return replace(plan, lookahead=drafts) if drafts else plan
 
-    def after_call(self, call: Call, result: StepResult, times: CallTimes) -> None:
+    def after_call(self, call: StepCall, result: StepResult, times: CallTimes) -> None:
         rows, seconds = len(call.sequences), times.ended_s - times.prepared_s
         if call.lookahead is not None:
             self._count(call, result, call.lookahead, seconds)
@@ -169,9 +169,9 @@ class Speculation(Feature):
             self.decoded(rows, result.num_steps, seconds)
 
     def _count(
-        self, call: Call, result: StepResult, lookahead: list[list[int]], seconds: float
+        self, call: StepCall, result: StepResult, lookahead: list[list[int]], seconds: float
     ) -> None:
-        """What came of drafts; a row that they left not finite starts over without."""
+        """Counts accepted drafts; a row that drafts made non-finite restarts without them."""
         metrics, blocks = self.core.metrics, self.core.scheduler.blocks
         num_accepted, num_drafts = 0, sum(map(len, lookahead))
         for row, (sequence, draft) in enumerate(zip(call.sequences, lookahead, strict=True)):

@@ -35,14 +35,14 @@ __all__ = ["CodedWeights", "KeptCodes", "Scheme", "declared_in", "read_scheme"]
 
 
 def declared_in(raw: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
-    """What a checkpoint says of its quantization, with its `quant_method`."""
+    """Quantization that a checkpoint declares, with its `quant_method`."""
     for key in KEYS:
-        found = raw.get(key)
-        if isinstance(found, dict):
-            named = "mlx" if "group_size" in found else None
-            return {"quant_method": named} | found
-    found = read_json_object(folder / BESIDE).get("quantization")
-    return {"quant_method": "modelopt"} | found if isinstance(found, dict) else None
+        declared = raw.get(key)
+        if isinstance(declared, dict):
+            named = "mlx" if "group_size" in declared else None
+            return {"quant_method": named} | declared
+    declared = read_json_object(folder / BESIDE).get("quantization")
+    return {"quant_method": "modelopt"} | declared if isinstance(declared, dict) else None
 
 
 def read_scheme(raw: Mapping[str, Any], folder: Path, ignore: Sequence[str] = ()) -> Scheme | None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from rooflax.loading.schemes.coded import Coded, Found, Tensors, unpacked
+from rooflax.loading.schemes.coded import Coded, CodedTensors, Tensors, unpacked
 from rooflax.models.config_reader import ConfigReader
 from rooflax.ops import accelerator
 from rooflax.ops.formats import GROUP
@@ -35,20 +35,20 @@ PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 class BitsAndBytes:
     """Its tensors, which say of which kind each is."""
 
-    def find(self, tensors: Tensors) -> Found:
-        found, unused = {}, set[str]()
+    def find(self, tensors: Tensors) -> CodedTensors:
+        coded, unused = {}, set[str]()
         for name in tensors.names:
             weight, state, kind = name.partition(STATE)
             if state:
-                found[weight] = _four_bits(tensors, weight, name, kind)
+                coded[weight] = _four_bits(tensors, weight, name, kind)
             elif name.endswith(".SCB"):
                 module = name.removesuffix(".SCB")
-                found[f"{module}.weight"] = _int8(tensors, f"{module}.weight", name)
+                coded[f"{module}.weight"] = _int8(tensors, f"{module}.weight", name)
                 unused.add(f"{module}.weight_format")
         for name in tensors.names:
-            if name.endswith(".weight") and name not in found and tensors.info(name).dtype == "U8":
+            if name.endswith(".weight") and name not in coded and tensors.info(name).dtype == "U8":
                 raise tensors.error(name, "has no quant_state beside it")
-        return Found(found, unused)
+        return CodedTensors(coded, unused)
 
 
 def _int8(tensors: Tensors, name: str, scale: str) -> Coded:
@@ -70,15 +70,15 @@ def _int8(tensors: Tensors, name: str, scale: str) -> Coded:
 
 
 def _four_bits(tensors: Tensors, name: str, state: str, kind: str) -> Coded:
-    found = _state(tensors, state)
-    shape, size = tuple(found["shape"]), found["blocksize"]
+    state_values = _state(tensors, state)
+    shape, size = tuple(state_values["shape"]), state_values["blocksize"]
     double = f"{name}.nested_absmax" in tensors
     parts = PARTS if double else PARTS[:2]
     stored = (name, state, *(f"{name}.{part}" for part in parts))
     count, sizes = math.prod(shape), {"quant_map": 16, "nested_quant_map": 256}
     if shape:  # known, of more than headers
         blocks = -(-count // size)
-        sizes |= {"absmax": blocks, "nested_absmax": -(-blocks // found["nested_blocksize"])}
+        sizes |= {"absmax": blocks, "nested_absmax": -(-blocks // state_values["nested_blocksize"])}
     for part in parts:
         wanted = None if part not in sizes else (sizes[part],)
         dtype = "U8" if double and part == "absmax" else "F32"
@@ -99,10 +99,10 @@ def _four_bits(tensors: Tensors, name: str, state: str, kind: str) -> Coded:
         """One of each block."""
         if not double:
             return read["absmax"]()
-        own = read["nested_quant_map"]()[read["absmax"]()]
-        each = min(found["nested_blocksize"], len(own))
-        return own * np.repeat(read["nested_absmax"](), each)[: len(own)] + np.float32(
-            found["nested_offset"]
+        nested = read["nested_quant_map"]()[read["absmax"]()]
+        each = min(state_values["nested_blocksize"], len(nested))
+        return nested * np.repeat(read["nested_absmax"](), each)[: len(nested)] + np.float32(
+            state_values["nested_offset"]
         )
 
     def numbers() -> np.ndarray:
@@ -120,21 +120,21 @@ def _four_bits(tensors: Tensors, name: str, state: str, kind: str) -> Coded:
 
 
 def _state(tensors: Tensors, name: str) -> dict[str, Any]:
-    """What the JSON says; no shape where there are headers alone, whose data is zeros."""
+    """Reads the JSON; without a shape where only headers are there, whose data is zeros."""
     empty = {"shape": (), "blocksize": 64, "nested_blocksize": 256, "nested_offset": 0.0}
     data = tensors.read(name).tobytes()
     if not any(data):
         return empty
     try:
-        found = empty | json.loads(data)
-        whole = [*found["shape"], found["blocksize"], found["nested_blocksize"]]
-        valid = all(type(n) is int and 0 < n < 1 << 31 for n in whole) and found["shape"]
-        valid = valid and type(found["nested_offset"]) is float
+        values = empty | json.loads(data)
+        whole = [*values["shape"], values["blocksize"], values["nested_blocksize"]]
+        valid = all(type(n) is int and 0 < n < 1 << 31 for n in whole) and values["shape"]
+        valid = valid and type(values["nested_offset"]) is float
     except (ValueError, TypeError, RecursionError):
-        found, valid = empty, False
+        values, valid = empty, False
     if not valid:
         raise tensors.error(name, "is no state of a quantized weight")
-    return found
+    return values
 
 
 def read_bitsandbytes(reader: ConfigReader) -> BitsAndBytes:

@@ -55,8 +55,8 @@ class Coded:
     codes: Callable[[], tuple[np.ndarray, np.ndarray]]
 
 
-class Found(NamedTuple):
-    """What a scheme finds.
+class CodedTensors(NamedTuple):
+    """The weights that a scheme reads, and the tensors that it ignores.
 
     Attributes:
         weights: by the names of the tensors that they stand for.
@@ -70,7 +70,7 @@ class Found(NamedTuple):
 class Scheme(Protocol):
     """One library's way to store quantized weights, with what config.json says of them."""
 
-    def find(self, tensors: Tensors) -> Found:
+    def find(self, tensors: Tensors) -> CodedTensors:
         """Reads headers alone.
 
         Raises:
@@ -101,7 +101,7 @@ class Tensors:
     def expect(
         self, name: str, shape: tuple[int, ...] | None, *dtypes: str, beside: str
     ) -> TensorInfo:
-        """What a header says of a tensor that belongs to another.
+        """Checks a tensor's header entry, and returns it.
 
         Args:
             shape: None is any.
@@ -175,29 +175,29 @@ def affine(
         return read().numbers()
 
     def codes() -> tuple[np.ndarray, np.ndarray]:
-        found = read()
-        if zero is not None and np.any(found.zeros != zero):
+        groups = read()
+        if zero is not None and np.any(groups.zeros != zero):
             raise error(f"holds other zero points than {zero}, which config.json calls symmetric")
         assert format is not None
         if format == "w8a16":
-            return _less(found, zero or 0), found.scales.astype(np.float32)[:, 0]
+            return _less(groups, zero or 0), groups.scales.astype(np.float32)[:, 0]
         repeats = group // GROUP
-        halves = found.scales.astype(np.float16)
-        if np.any(np.isinf(halves) & np.isfinite(found.scales)):
+        halves = groups.scales.astype(np.float16)
+        if np.any(np.isinf(halves) & np.isfinite(groups.scales)):
             raise error("has a scale beyond 65504")
         if zero is None and issubclass(class_of(format), Zeros64):
-            joined = Zeros64.joined_scales(halves, np.asarray(found.zeros))
-            return found.codes, np.repeat(joined, repeats, axis=1)
+            joined = Zeros64.joined_scales(halves, np.asarray(groups.zeros))
+            return groups.codes, np.repeat(joined, repeats, axis=1)
         halves = np.repeat(halves, repeats, axis=1)
         if format == "w4a16":
-            return found.codes, halves
-        return _less(found, zero), halves
+            return groups.codes, halves
+        return _less(groups, zero), halves
 
     return Coded(shape, stored, format, numbers, codes)
 
 
 def _affine_format(inner: int, bits: int, group: int, scales: str, zero: int | None) -> str | None:
-    """What holds whole numbers with a scale, and perhaps a zero point, per group."""
+    """Format for whole numbers with a scale, and perhaps a zero point, per group."""
     in_groups = group > 0 and group % GROUP == 0 and scales in FLOAT16S
     if group == inner and zero is not None and (bits == 8 or not in_groups):
         return "w8a16"
@@ -212,13 +212,13 @@ def _affine_format(inner: int, bits: int, group: int, scales: str, zero: int | N
     return "w8a16-g32" if bits < 8 else None
 
 
-def _less(found: Groups, zero: int | None) -> np.ndarray:
+def _less(groups: Groups, zero: int | None) -> np.ndarray:
     """Codes less their zero points, as int8."""
     if zero is not None:
-        return (found.codes - np.uint8(zero)).view(np.int8)
-    by_group = found.codes.reshape(*found.scales.shape, -1)
-    less = by_group - np.asarray(found.zeros, np.uint8)[..., None]
-    return less.reshape(found.codes.shape).view(np.int8)
+        return (groups.codes - np.uint8(zero)).view(np.int8)
+    by_group = groups.codes.reshape(*groups.scales.shape, -1)
+    less = by_group - np.asarray(groups.zeros, np.uint8)[..., None]
+    return less.reshape(groups.codes.shape).view(np.int8)
 
 
 def unpacked(words: np.ndarray, bits: int, count: int) -> np.ndarray:
@@ -290,16 +290,18 @@ class KeptCodes:
         self._source, self._config = source, config
         self._names = NameMap(set(source.names()), family(name))
         matmuls = [slot for slot in config.slots() if is_matmul(slot, config)]
-        own = {slot.name: self._format(slot) for slot in matmuls}
+        formats = {slot.name: self._format(slot) for slot in matmuls}
         of_key: dict[str, set[str | None]] = {}
         for slot in matmuls:
-            of_key.setdefault(slot.key, set()).add(own[slot.name])
+            of_key.setdefault(slot.key, set()).add(formats[slot.name])
         differ = accelerator.platform() == "cpu"
         kept = {
-            k for k, found in of_key.items() if None not in found and (differ or len(found) == 1)
+            k for k, kinds in of_key.items() if None not in kinds and (differ or len(kinds) == 1)
         }
         self.formats = {
-            slot.name: format for slot in matmuls if slot.key in kept and (format := own[slot.name])
+            slot.name: format
+            for slot in matmuls
+            if slot.key in kept and (format := formats[slot.name])
         }
         slots = list(config.slots())
         coded = {slot.key for slot in slots if any(self._coded(slot))} - kept
@@ -338,23 +340,23 @@ class KeptCodes:
         self, slot: Slot, experts: slice = slice(None)
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Codes and scales [*experts, out, ...] of each part, in our order of outputs."""
-        found = [coded for coded in self._coded(slot) if coded is not None]
+        coded_parts = [coded for coded in self._coded(slot) if coded is not None]
         if slot.line.num_stacked:  # gate's outputs, then up's, as they lie here
             count = slot.line.shape(self._config.axis_sizes)[0]
-            size = len(found) // count
-            chosen = [found[i * size : (i + 1) * size] for i in range(count)[experts]]
-            each = [_joined([coded.codes() for coded in own]) for own in chosen]
+            size = len(coded_parts) // count
+            chosen = [coded_parts[i * size : (i + 1) * size] for i in range(count)[experts]]
+            each = [_joined([coded.codes() for coded in of_expert]) for of_expert in chosen]
             codes, scales = zip(*each, strict=True)
             return [(np.stack(codes), np.stack(scales))]
         _, out_shape = matmul_shape(slot, self._config)
-        rows = np.cumsum([0, *(coded.shape[0] for coded in found)])
+        rows = np.cumsum([0, *(coded.shape[0] for coded in coded_parts)])
         numbers = [np.arange(*ends, dtype=np.int32)[:, None] for ends in pairwise(rows)]
         order = output_order(slot, self._config, numbers).reshape(out_shape)
         parts = []
         for part in parts_of(slot.line.layout, self.formats[slot.name], out_shape):
-            codes, scales = _joined([coded.codes() for coded in found[part.tensors]])
-            own = order[part.index].reshape(-1) - rows[part.tensors.start or 0]
-            parts.append((codes[own], scales[own]))
+            codes, scales = _joined([coded.codes() for coded in coded_parts[part.tensors]])
+            of_expert = order[part.index].reshape(-1) - rows[part.tensors.start or 0]
+            parts.append((codes[of_expert], scales[of_expert]))
         return parts
 
 
@@ -366,7 +368,7 @@ def _joined(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.
 
 
 def modules(tensors: Tensors, end: str) -> dict[str, str]:
-    """By the names of the tensors that stand for them, the modules that have such a tensor."""
+    """Modules that have a tensor of this suffix, by the names of their weights."""
     dot = f".{end}"
-    found = (name.removesuffix(dot) for name in tensors.names if name.endswith(dot))
-    return {f"{module}.weight": module for module in found}
+    names = (name.removesuffix(dot) for name in tensors.names if name.endswith(dot))
+    return {f"{module}.weight": module for module in names}

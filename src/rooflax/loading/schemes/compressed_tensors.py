@@ -28,7 +28,7 @@ from rooflax.loading.patterns import module_pattern
 from rooflax.loading.schemes.coded import (
     FLOATS,
     Coded,
-    Found,
+    CodedTensors,
     Groups,
     Tensors,
     affine,
@@ -47,7 +47,7 @@ STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
 
 @dataclass(frozen=True)
 class Arguments:
-    """How a group's weights are quantized.
+    """Quantization arguments of a group of weights.
 
     Attributes:
         group: inputs that share a scale, of the strategies of groups.
@@ -71,20 +71,20 @@ class CompressedTensors:
     patterns: list[tuple[Any, Arguments]]
     classes: list[Arguments]
 
-    def find(self, tensors: Tensors) -> Found:
-        found, unused = {}, {name for name in tensors.names if is_unused(name)}
+    def find(self, tensors: Tensors) -> CodedTensors:
+        coded, unused = {}, {name for name in tensors.names if is_unused(name)}
         for name in tensors.names:
             module, _, end = name.rpartition(".")
             if end == "weight_packed" or (end == "weight" and f"{name}_scale" in tensors):
-                found[f"{module}.weight"] = self._coded(tensors, module, name)
+                coded[f"{module}.weight"] = self._coded(tensors, module, name)
             elif name.endswith(".weight") and tensors.info(name).dtype in ("I8", "F8_E4M3"):
                 raise tensors.error(name, "has no weight_scale beside it")
-        return Found(found, unused)
+        return CodedTensors(coded, unused)
 
     def _arguments(self, module: str) -> Arguments | None:
-        own = self.names.get(module)
+        by_name = self.names.get(module)
         matches = (a for pattern, a in self.patterns if pattern.match(module))
-        return own or next(matches, None) or (self.classes[0] if self.classes else None)
+        return by_name or next(matches, None) or (self.classes[0] if self.classes else None)
 
     def _coded(self, tensors: Tensors, module: str, name: str) -> Coded:
         a, kind, scale = self._arguments(module), tensors.info(name).dtype, f"{module}.weight_scale"
@@ -125,16 +125,16 @@ def _whole_numbers(
             )
         groups = inner // a.group
     expect = partial(tensors.expect, beside=name)
-    found = expect(scale, None, *FLOATS)
+    stated = expect(scale, None, *FLOATS)
     wanted = {(1,), ()} if a.strategy == "tensor" else {(outer, groups)}
-    if found.shape not in wanted | ({(outer,)} if a.strategy == "channel" else set()):
+    if stated.shape not in wanted | ({(outer,)} if a.strategy == "channel" else set()):
         raise tensors.error(
-            scale, f"is {list(found.shape)}, wanted one for each {a.strategy} of {[outer, inner]}"
+            scale, f"is {list(stated.shape)}, wanted one for each {a.strategy} of {[outer, inner]}"
         )
     stored, is_one, bits = [name, scale], a.strategy == "tensor", a.bits if packed else 8
     if not a.symmetric:
         packs = packed and not is_one
-        shape = (-(-outer * bits // 32), groups) if packs else found.shape
+        shape = (-(-outer * bits // 32), groups) if packs else stated.shape
         expect(zero, shape, "I32" if packs else "I8")
         stored.append(zero)
     if order in tensors:
@@ -166,17 +166,18 @@ def _whole_numbers(
         return Groups(codes, by_output(tensors.read(scale)), read_zeros(), read_order())
 
     def read_order() -> np.ndarray | None:
-        found = tensors.read(order) if order in tensors and not a.ordered else None
-        if found is None or (found == -1).all():
+        of_input = tensors.read(order) if order in tensors and not a.ordered else None
+        if of_input is None or (of_input == -1).all():
             return None
-        if found.min() < 0 or found.max() >= groups:
-            raise tensors.error(order, f"names groups {found.min()} to {found.max()} of {groups}")
-        return found
+        if of_input.min() < 0 or of_input.max() >= groups:
+            first, last = of_input.min(), of_input.max()
+            raise tensors.error(order, f"names groups {first} to {last} of {groups}")
+        return of_input
 
     in_order = a.ordered or groups == 1 or order not in tensors
     return affine(
         (outer, inner), tuple(stored), bits=bits, group=inner // groups if in_order else 0,
-        scales=found.dtype, zero=half if a.symmetric else None, read=read,
+        scales=stated.dtype, zero=half if a.symmetric else None, read=read,
         error=partial(tensors.error, zero),
     )  # fmt: skip
 
@@ -220,7 +221,7 @@ def read_compressed(reader: ConfigReader) -> CompressedTensors:
 
 
 def _arguments(group: ConfigReader) -> Arguments | None:
-    """Of a group's weights; None where these are plain."""
+    """Reads a group's arguments; None if its weights are plain."""
     group.waive("input_activations", "output_activations")
     group.choice("format", FORMATS, "mixed-precision")
     if group.get("weights", None) is None:

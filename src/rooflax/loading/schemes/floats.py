@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 
 from rooflax.errors import CheckpointError
-from rooflax.loading.schemes.coded import FLOATS, Coded, Found, Tensors, unpacked
+from rooflax.loading.schemes.coded import FLOATS, Coded, CodedTensors, Tensors, unpacked
 from rooflax.models.config_reader import ConfigReader
 from rooflax.ops import accelerator
 from rooflax.ops.formats import GROUP
@@ -66,29 +66,29 @@ def fp8_weight(
 
     def own_scales() -> np.ndarray:
         """[out, groups], or [1, 1] of all."""
-        found = np.asarray(tensors.read(scale), np.float32)
+        scales = np.asarray(tensors.read(scale), np.float32)
         if one or each:
-            return found.reshape(-1, 1)
-        return np.repeat(found, rows, axis=0)[: shape[0]]
+            return scales.reshape(-1, 1)
+        return np.repeat(scales, rows, axis=0)[: shape[0]]
 
     def numbers() -> np.ndarray:
         values = tensors.read(name).astype(np.float32)
-        own = own_scales()
-        values *= own if own.shape[1] == 1 else np.repeat(own, size, axis=1)[:, : shape[1]]
+        scales = own_scales()
+        values *= scales if scales.shape[1] == 1 else np.repeat(scales, size, axis=1)[:, : shape[1]]
         return values
 
     def codes() -> tuple[np.ndarray, np.ndarray]:
         """NaN as a scale where a code is no number."""
-        found = tensors.read(name).view(np.uint8)
-        broken = (found & NOT_A_NUMBER) == NOT_A_NUMBER
-        own = np.broadcast_to(own_scales(), (shape[0], own_scales().shape[1])).copy()
+        raw = tensors.read(name).view(np.uint8)
+        broken = (raw & NOT_A_NUMBER) == NOT_A_NUMBER
+        scales = np.broadcast_to(own_scales(), (shape[0], own_scales().shape[1])).copy()
         if format == "fp8-a16":
-            own = own[:, 0]
-            own[broken.any(axis=1)] = np.nan
-            return found, own
-        own = np.repeat(own, size // GROUP, axis=1)[:, : shape[1] // GROUP]
-        own[broken.reshape(*own.shape, GROUP).any(axis=2)] = np.nan
-        return found, own
+            scales = scales[:, 0]
+            scales[broken.any(axis=1)] = np.nan
+            return raw, scales
+        scales = np.repeat(scales, size // GROUP, axis=1)[:, : shape[1] // GROUP]
+        scales[broken.reshape(*scales.shape, GROUP).any(axis=2)] = np.nan
+        return raw, scales
 
     format = None
     if info.dtype == E4M3:
@@ -163,19 +163,19 @@ def _e2m1_numbers(
     tensors: Tensors, name: str, shape: tuple[int, int], factors: Callable[[], np.ndarray]
 ) -> np.ndarray:
     values = E2M1_VALUES[_codes(tensors, name, shape[1])]
-    own = factors()
-    by_group = values.reshape(*own.shape, -1)
-    by_group *= own[..., None]
+    scales = factors()
+    by_group = values.reshape(*scales.shape, -1)
+    by_group *= scales[..., None]
     return by_group.reshape(shape)
 
 
 @dataclass(frozen=True)
-class Fp8:
+class Fp8Scheme:
     """e4m3 tensors X with scales X_scale_inv or X_scale: of DeepSeek, Qwen, FBGEMM."""
 
     block: tuple[int, int] | None
 
-    def find(self, tensors: Tensors) -> Found:
+    def find(self, tensors: Tensors) -> CodedTensors:
         ends = ("_scale_inv", "_scale")
         scales = {n: n + end for n in tensors.names for end in ends if n + end in tensors}
         known = {*scales, *scales.values()}
@@ -185,11 +185,11 @@ class Fp8:
                 raise tensors.error(
                     name, f"is {kind} and has no scales, without which its codes are no numbers"
                 )
-        found = {n: fp8_weight(tensors, n, scale, self.block) for n, scale in scales.items()}
-        return Found(found, {name for name in tensors.names if is_unused(name)})
+        coded = {n: fp8_weight(tensors, n, scale, self.block) for n, scale in scales.items()}
+        return CodedTensors(coded, {name for name in tensors.names if is_unused(name)})
 
 
-def read_fp8(reader: ConfigReader) -> Fp8:
+def read_fp8(reader: ConfigReader) -> Fp8Scheme:
     """The scheme of DeepSeek, Qwen and Mistral; errors as of `gptq.read_gptq`."""
     reader.expect("fmt", "e4m3", "float8_e4m3fn")
     reader.choice("activation_scheme", ("dynamic", "static"), "dynamic")
@@ -206,10 +206,10 @@ def read_fp8(reader: ConfigReader) -> Fp8:
             f"config.json has weight_block_size = {block!r:.80}; it must be two whole numbers "
             f"above 0."
         )
-    return Fp8((block[0], block[1]))
+    return Fp8Scheme((block[0], block[1]))
 
 
-def read_fbgemm(reader: ConfigReader) -> Fp8:
+def read_fbgemm(reader: ConfigReader) -> Fp8Scheme:
     """The scheme of FBGEMM, with a scale for each output."""
     reader.waive("modules_to_not_convert", "activation_scale_ub", "quantization_type")
-    return Fp8(None)
+    return Fp8Scheme(None)

@@ -25,7 +25,7 @@ from rooflax.loading.patterns import module_pattern
 from rooflax.loading.schemes.coded import (
     FLOATS,
     Coded,
-    Found,
+    CodedTensors,
     Groups,
     Tensors,
     affine,
@@ -41,8 +41,8 @@ AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What config.json says of all modules, or of one.
+class GptqSettings:
+    """Settings in config.json, of all modules or of one.
 
     Attributes:
         group: inputs that share a scale.
@@ -55,17 +55,17 @@ class Settings:
     symmetric: bool
     ordered: bool
 
-    def changed(self, own: Mapping[str, Any]) -> Settings:
-        """With the values of a module's own."""
-        reader = ConfigReader(own, path="quantization_config.dynamic.")
-        found = Settings(
+    def changed(self, values: Mapping[str, Any]) -> GptqSettings:
+        """Copies the settings with a module's own values."""
+        reader = ConfigReader(values, path="quantization_config.dynamic.")
+        settings = GptqSettings(
             _bits(reader, "bits", self.bits),
             _group(reader, "group_size", self.group),
             reader.flag("sym", self.symmetric),
             not reader.flag("desc_act", not self.ordered),
         )
         reader.finish()
-        return found
+        return settings
 
 
 @dataclass(frozen=True)
@@ -74,19 +74,21 @@ class Gptq:
 
     Attributes:
         less_one: zero points are stored less one.
-        own: patterns of modules with settings of their own, the first match counting.
+        by_pattern: patterns of modules with settings of their own, the first match counting.
     """
 
-    settings: Settings
+    settings: GptqSettings
     less_one: bool
-    own: list[tuple[Any, Settings]] = field(default_factory=list)
+    by_pattern: list[tuple[Any, GptqSettings]] = field(default_factory=list)
 
-    def find(self, tensors: Tensors) -> Found:
-        found = {n: self._coded(tensors, m) for n, m in modules(tensors, "qweight").items()}
-        return Found(found, set())
+    def find(self, tensors: Tensors) -> CodedTensors:
+        coded = {n: self._coded(tensors, m) for n, m in modules(tensors, "qweight").items()}
+        return CodedTensors(coded, set())
 
     def _coded(self, tensors: Tensors, module: str) -> Coded:
-        s = next((own for pattern, own in self.own if pattern.match(module)), self.settings)
+        s = next(
+            (rule for pattern, rule in self.by_pattern if pattern.match(module)), self.settings
+        )
         name, order = f"{module}.qweight", f"{module}.g_idx"
         words = _matrix(tensors, name)
         inner, outer = words[0] * 32 // s.bits, words[1]
@@ -104,8 +106,8 @@ class Gptq:
             first, last = np.uint8(self.less_one), np.uint8(2**s.bits - 1)
             codes = unpacked(tensors.read(name).T, s.bits, inner)
             zeros = (unpacked(tensors.read(stored[1]), s.bits, outer) + first) & last
-            found = _order(tensors, order, groups, in_order)
-            return Groups(codes, tensors.read(stored[2]).T, zeros.T, found)
+            order_of_inputs = _order(tensors, order, groups, in_order)
+            return Groups(codes, tensors.read(stored[2]).T, zeros.T, order_of_inputs)
 
         return affine(
             (outer, inner), tuple(stored), bits=s.bits, group=inner // groups if in_order else 0,
@@ -120,9 +122,9 @@ class Awq:
 
     group: int
 
-    def find(self, tensors: Tensors) -> Found:
-        found = {n: self._coded(tensors, m) for n, m in modules(tensors, "qweight").items()}
-        return Found(found, set())
+    def find(self, tensors: Tensors) -> CodedTensors:
+        coded = {n: self._coded(tensors, m) for n, m in modules(tensors, "qweight").items()}
+        return CodedTensors(coded, set())
 
     def _coded(self, tensors: Tensors, module: str) -> Coded:
         name, zeros, scales = (f"{module}.{end}" for end in ("qweight", "qzeros", "scales"))
@@ -133,8 +135,8 @@ class Awq:
         kind = expect(scales, (groups, outer), *FLOATS).dtype
 
         def read() -> Groups:
-            codes, own = (_awq_codes(tensors.read(n)) for n in (name, zeros))
-            return Groups(codes, tensors.read(scales).T, own)
+            codes, zero_codes = (_awq_codes(tensors.read(n)) for n in (name, zeros))
+            return Groups(codes, tensors.read(scales).T, zero_codes)
 
         return affine(
             (outer, inner), (name, zeros, scales), bits=4, group=inner // groups, scales=kind,
@@ -187,7 +189,7 @@ def read_gptq(reader: ConfigReader) -> Gptq:
         UnsupportedModelError: a key that is not known, or a value that is not read.
         CheckpointError: an impossible value.
     """
-    settings = Settings(
+    settings = GptqSettings(
         _bits(reader, "bits"),
         _group(reader, "group_size", 128),
         reader.flag("sym", True),
@@ -197,32 +199,32 @@ def read_gptq(reader: ConfigReader) -> Gptq:
     reader.choice("format", (version,), version)
     reader.expect("lm_head", False, True)
     reader.expect("pack_dtype", "int32", None)
-    own = []
+    rules = []
     for pattern, values in (reader.get("dynamic", {}) or {}).items():
         if not isinstance(values, dict):
             raise CheckpointError(f"config.json has dynamic {pattern!r:.80} without an object.")
         if not pattern.startswith("-:"):  # those are not quantized
-            own.append(
+            rules.append(
                 (
                     module_pattern(pattern.removeprefix("+:"), "config.json: dynamic"),
                     settings.changed(values),
                 )
             )
     reader.waive(*UNUSED)
-    return Gptq(settings, version == "gptq", own)
+    return Gptq(settings, version == "gptq", rules)
 
 
 def read_awq(reader: ConfigReader) -> Awq:
     """The scheme of a quantization_config; errors as of `read_gptq`."""
     reader.choice("version", ("gemm", "GEMM"), "gemm")
-    bits = "w_bit" if reader.given("w_bit") else "bits"
+    bits = "w_bit" if reader.has("w_bit") else "bits"
     reader.expect(bits, 4)
     reader.expect("zero_point", True)
     for key in ("format", "checkpoint_format"):
         reader.expect(key, "gemm", "GEMM")
     reader.expect("dynamic", {}, None)
     reader.waive("sym", "desc_act", "lm_head", "pack_dtype", *UNUSED)
-    size = "q_group_size" if reader.given("q_group_size") else "group_size"
+    size = "q_group_size" if reader.has("q_group_size") else "group_size"
     return Awq(_group(reader, size, 128))
 
 

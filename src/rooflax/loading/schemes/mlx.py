@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rooflax.errors import CheckpointError
-from rooflax.loading.schemes.coded import FLOAT16S, FLOATS, Coded, Found, Tensors, unpacked
+from rooflax.loading.schemes.coded import FLOAT16S, FLOATS, Coded, CodedTensors, Tensors, unpacked
 from rooflax.models.config_reader import ConfigReader
 from rooflax.ops import accelerator
 from rooflax.ops.formats import GROUP
@@ -29,27 +29,27 @@ class Mlx:
 
     bits: int
     group: int
-    own: Mapping[str, tuple[int, int]]
+    by_module: Mapping[str, tuple[int, int]]
 
-    def find(self, tensors: Tensors) -> Found:
-        found: dict[str, Coded] = {}
+    def find(self, tensors: Tensors) -> CodedTensors:
+        coded: dict[str, Coded] = {}
         for name in tensors.names:
             module, _, end = name.rpartition(".")
             if end != "scales":
                 continue
             shape = tensors.expect(f"{module}.weight", None, "U32", beside=name).shape
             if len(shape) == 2:
-                found[f"{module}.weight"] = self._coded(tensors, module, None)
+                coded[f"{module}.weight"] = self._coded(tensors, module, None)
                 continue
             if len(shape) != 3 or STACK not in name:
                 raise tensors.error(f"{module}.weight", f"has the shape {list(shape)}")
             for expert in range(shape[0]):
-                own = module.replace(STACK, f".experts.{expert}.")
-                found[f"{own}.weight"] = self._coded(tensors, module, expert)
-        return Found(found, set())
+                expert_module = module.replace(STACK, f".experts.{expert}.")
+                coded[f"{expert_module}.weight"] = self._coded(tensors, module, expert)
+        return CodedTensors(coded, set())
 
     def _coded(self, tensors: Tensors, module: str, expert: int | None) -> Coded:
-        bits, group = self.own.get(module, (self.bits, self.group))
+        bits, group = self.by_module.get(module, (self.bits, self.group))
         stored = tuple(f"{module}.{end}" for end in ("weight", "scales", "biases"))
         *stack, outer, words = tensors.info(stored[0]).shape
         inner = words * 32 // bits
@@ -92,13 +92,13 @@ class Mlx:
 def read_mlx(reader: ConfigReader) -> Mlx:
     """The scheme of `quantization`; errors as of `gptq.read_gptq`."""
     reader.expect("mode", "affine")
-    sizes, own = _sizes(reader, (4, 64)), {}
+    sizes, by_module = _sizes(reader, (4, 64)), {}
     for key in reader.objects():
         part = reader.part(key)
-        own[key] = _sizes(part, sizes)
+        by_module[key] = _sizes(part, sizes)
         part.expect("mode", "affine")
     reader.waive("*.*")  # modules that are plain have false
-    return Mlx(*sizes, own)
+    return Mlx(*sizes, by_module)
 
 
 def _sizes(reader: ConfigReader, default: tuple[int, int]) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rooflax.loading.schemes.coded import Found, Tensors
+from rooflax.loading.schemes.coded import CodedTensors, Tensors
 from rooflax.loading.schemes.floats import fp8_weight, is_unused, nvfp4_weight
 from rooflax.models.config_reader import ConfigReader
 
@@ -24,22 +24,22 @@ ALGORITHMS = (
 class ModelOpt:
     """Its tensors."""
 
-    def find(self, tensors: Tensors) -> Found:
-        found = {}
+    def find(self, tensors: Tensors) -> CodedTensors:
+        coded = {}
         for name in tensors.names:
             module, _, end = name.rpartition(".")
             if end != "weight" or tensors.info(name).dtype not in ("U8", "F8_E4M3"):
                 continue
             scale, whole = f"{module}.weight_scale", f"{module}.weight_scale_2"
             if tensors.info(name).dtype == "U8":
-                found[name] = nvfp4_weight(tensors, name, scale, whole, divides=False)
+                coded[name] = nvfp4_weight(tensors, name, scale, whole, divides=False)
                 continue
             shape = tensors.expect(scale, None, "F32", "BF16", "F16", beside=name).shape
             outer, inner = tensors.info(name).shape
             is_block = len(shape) == 2 and shape not in ((1, 1), (outer, 1))
             block = (-(-outer // shape[0]), -(-inner // shape[1])) if is_block else None
-            found[name] = fp8_weight(tensors, name, scale, block)
-        return Found(found, {name for name in tensors.names if is_unused(name)})
+            coded[name] = fp8_weight(tensors, name, scale, block)
+        return CodedTensors(coded, {name for name in tensors.names if is_unused(name)})
 
 
 def read_modelopt(reader: ConfigReader) -> ModelOpt:

@@ -1,4 +1,4 @@
-"""What attention is told beside queries, keys and values.
+"""Arguments of attention beside queries, keys and values.
 
 `AttentionArgs` is what a layer decides. Where queries and keys are is `Dense` for rows of
 contiguous keys, `Paging` for rows over blocks, and `Sequences` for a list of tokens over blocks.
@@ -23,7 +23,7 @@ ALL = slice(None)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class AttentionArgs:
-    """How scores become weights, and which keys a query sees.
+    """Settings of attention: the scale of scores, and which keys a query sees.
 
     Attributes:
         scale: a score is q . k times this.
@@ -48,7 +48,7 @@ class AttentionArgs:
 
     @property
     def ahead(self) -> int:
-        """How many tokens behind itself a query sees."""
+        """Number of tokens after itself that a query sees."""
         return 0 if self.causal else FARTHEST if self.window is None else self.window - 1
 
     def scores(self, products: Float[Array, ...]) -> Float[Array, ...]:
@@ -57,7 +57,7 @@ class AttentionArgs:
         return scores if self.cap is None else self.cap * jnp.tanh(scores / self.cap)
 
     def biases(self, query: Any, key: Any) -> Float[Array, "N ..."]:
-        """What scores gain, by positions; of any shapes that broadcast together."""
+        """Biases of scores by positions, of any shapes that broadcast together."""
         assert self.bias is not None
         last = self.bias.shape[1] - 1
         return self.bias[:, jnp.clip(key - query + last // 2, 0, last)]
@@ -81,7 +81,7 @@ class AttentionArgs:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Dense:
-    """Where queries and contiguous keys are: rows of T queries and S keys.
+    """Positions of queries and contiguous keys: rows of T queries and S keys.
 
     Attributes:
         positions, key_positions: absolute positions of queries and keys, in tokens.
@@ -100,7 +100,7 @@ class Dense:
     def visible(
         self, args: AttentionArgs, queries: slice = ALL, keys: slice = ALL
     ) -> Bool[Array, "B _ _"]:
-        """Which query sees which key, for those queries and keys."""
+        """Mask of the keys that each query sees."""
         query, key = self.positions[:, queries, None], self.key_positions[:, None, keys]
         mask = args.sees(query, key, self.context_lens[:, None, None])
         mask = jnp.broadcast_to(mask, (key.shape[0], query.shape[1], key.shape[2]))
@@ -112,7 +112,7 @@ class Dense:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Paging:
-    """Where queries are, and their keys in the blocks of a pool: rows of T queries and nb blocks.
+    """Positions of queries, and the blocks of their keys: rows of T queries and nb blocks.
 
     Attributes:
         block_tables: a row's keys are these blocks of the pool, one after the other.

@@ -78,7 +78,7 @@ def unsupported(
 
 
 def _no_tensor_cores(q: Any, k_pool: Pool) -> str | None:
-    """Why `gpu_flash` does not take them."""
+    """Reason why `gpu_flash` does not run; None if it does."""
     block_size, head_dim = k_pool.values.shape[2:]
     if not q.dtype == k_pool.values.dtype == jnp.bfloat16:
         return "attention's tensor cores take bfloat16 over bfloat16 only"

@@ -41,7 +41,7 @@ def flash(
     paging: Paging,
     args: AttentionArgs,
 ) -> tuple[Array, Array, Array]:
-    """What `split` gives."""
+    """Flash attention with tensor cores; gives what `split` gives."""
     from rooflax.ops.mosaic import launch
 
     rows, kv_heads, num_queries, _ = q.shape
@@ -69,8 +69,8 @@ def flash(
         {"tile": tiles, "head": kv_heads, "row": rows, "split": splits},
         scratch_types=scratch(q.shape[3], TILE // block_size),
     )
-    found = run(q, k_pool.values, v_pool.values, *jax.tree.leaves((paging, visits)))
-    highs, sums, outs = (a[:, :, :, :num_queries] for a in found)
+    partials = run(q, k_pool.values, v_pool.values, *jax.tree.leaves((paging, visits)))
+    highs, sums, outs = (a[:, :, :, :num_queries] for a in partials)
     return highs, sums, outs
 
 
@@ -195,12 +195,12 @@ def accumulated(
 
 
 def product(left: Any, right: Any, columns: int) -> Any:
-    """Of a tile and a matrix in shared memory, in registers."""
+    """Product of a tile and a matrix in shared memory, in registers."""
     from rooflax.ops.mosaic import accumulator, pl, plgpu
 
-    def multiplied(found: Any) -> Any:
-        plgpu.wgmma(found, left, right)
-        return found[...]
+    def multiplied(acc: Any) -> Any:
+        plgpu.wgmma(acc, left, right)
+        return acc[...]
 
     return pl.run_scoped(multiplied, accumulator(TILE, columns))
 
@@ -212,8 +212,8 @@ def _plus_product(sums: Any, left: Any, right: Any) -> Any:
     if is_interpreted():  # which has no sums that begin with something
         return sums + product(left, right, sums.shape[1])
 
-    def multiplied(found: Any) -> None:
-        plgpu.wgmma(found, left, right)
+    def multiplied(acc: Any) -> None:
+        plgpu.wgmma(acc, left, right)
         plgpu.wgmma_wait(0)
 
     return pl.run_state(multiplied)(accumulator_of(sums))

@@ -143,7 +143,7 @@ def _program(
     layout, (block_size, head_dim) = values_layout(), pools[0].shape[2:]
     slots = plgpu.broadcasted_iota(jnp.int32, (block_size,), 0, layout=layout.reduce(1))
 
-    def step(index: Any, found: list[Any]) -> list[Any]:
+    def step(index: Any, states: list[Any]) -> list[Any]:
         visit = order[0][row, 0, index] if order else index
         block = tables[row, visit]
         keys, values = (load(r.at[block, head], layout).astype(jnp.float32) for r in pools[:2])
@@ -154,7 +154,7 @@ def _program(
         if scales:
             scales[1] = jnp.where(at < context, scales[1], 0.0)
         taken = []
-        for number, state in enumerate(found):
+        for number, state in enumerate(states):
             query = part * together + number
             token = jnp.minimum(query // group, queries_at.shape[1] - 1)  # the last ones only pad
             seen = sees(queries_at[row, token], at, context)
@@ -166,10 +166,10 @@ def _program(
         return filled((block_size,), value, layout.reduce(1))
 
     nothing = (of_slots(LOWEST), of_slots(0.0), filled((block_size, head_dim), 0.0, layout))
-    found = jax.lax.fori_loop(
+    states = jax.lax.fori_loop(
         start, jnp.minimum(start + per_split, end), step, [nothing] * together
     )
-    for number, state in enumerate(found):
+    for number, state in enumerate(states):
         place = (row, head, split, part * together + number)
         for ref, value in zip((highs, sums, outs), _of_all_slots(*state), strict=True):
             store(ref.at[place], value)

@@ -35,7 +35,7 @@ Halves = tuple[Any, Any]
 def attention_step(
     new: Projected, k_pool: Pool, v_pool: Pool, sequences: Sequences, args: AttentionArgs
 ) -> tuple[Float[Array, "T N H"], PoolLeaf, PoolLeaf]:
-    """What `Projected` and `paged_attention` say, of rows of one token each."""
+    """Attention step, see `Projected` and `paged_attention`, for rows of one token each."""
     from rooflax.ops.mosaic import launch
 
     qkv = new.qkv[0]
@@ -50,13 +50,13 @@ def attention_step(
         splits = shares_of((rows, kv_heads, group, parts), k_pool.values, table_len, args.window)
     tall = _tile(head_dim)[0]
     padded = -(-splits // tall) * tall
-    given: list[Any] = [qkv]
+    operands: list[Any] = [qkv]
     if new.cos is not None and new.sin is not None:
-        given += [new.cos[0], new.sin[0]]
+        operands += [new.cos[0], new.sin[0]]
     if new.norms is not None:
-        given += new.norms
-    given += [sequences.query_lens, sequences.positions, sequences.first_positions]
-    given.append(sequences.block_tables)
+        operands += new.norms
+    operands += [sequences.query_lens, sequences.positions, sequences.first_positions]
+    operands.append(sequences.block_tables)
     pools = [jax.new_ref(pool.values) for pool in (k_pool, v_pool)]
 
     def attention_shares(*refs: Any, **memory: Any) -> None:
@@ -70,7 +70,7 @@ def attention_step(
     scratch = _scratch(head_dim, block_size) if on_tensor_cores else {}
     results = of_shares, of_shares, outs
     run = launch(attention_shares, results, grid, by_lane=True, scratch_types=scratch)
-    shares = run(*given, *pools)
+    shares = run(*operands, *pools)
     sinks = [] if args.sinks is None else [args.sinks]
 
     def attention_merged(*refs: Any) -> None:
@@ -169,7 +169,7 @@ class _Share:
     together: int
     memory: dict[str, Any]
 
-    def given(
+    def named_refs(
         self, qkv: Any, *refs: Any
     ) -> tuple[dict[str, Any], Halves, Halves, Callable[[Any], Halves]]:
         """References by name; the new key and value, rounded; and what gives a query."""
@@ -231,19 +231,19 @@ class _Share:
         return start, jnp.minimum(start + each, end)
 
     def sees(self, at: Any, position: Any) -> Any:
-        """Which keys of the past."""
+        """Mask of the past keys that are seen."""
         past = at < position
         window = self.args.window
         return past if window is None else past & (at > position - window)
 
-    def by_tiles(self, qkv: Any, *given: Any) -> None:
+    def by_tiles(self, qkv: Any, *operands: Any) -> None:
         """All queries of a K/V head on the tensor cores: `gpu_flash`'s loop."""
         from rooflax.ops.mosaic import filled, load, pl, plgpu, spread, store
 
         memory, layout = self.memory, plgpu.Layout.WGMMA
         group, head_dim = qkv.shape[2] - 2, qkv.shape[3]
         row, head, split = (jax.lax.axis_index(axis) for axis in ("row", "head", "split"))
-        refs, key, value, query = self.given(qkv, *given)
+        refs, key, value, query = self.named_refs(qkv, *operands)
         k_smem, v_smem, here = memory["k"], memory["v"], memory["here"]
         position, first = refs["positions"][row], refs["firsts"][row]
         begin, end = self.visited(refs, TILE)
@@ -297,12 +297,12 @@ class _Share:
         store(refs["sums"].at[row, head, split], total)
         store(refs["outs"].at[row, head, split], out)
 
-    def by_blocks(self, qkv: Any, *given: Any) -> None:
+    def by_blocks(self, qkv: Any, *operands: Any) -> None:
         """Some queries: `gpu_split`'s loop."""
         from rooflax.ops.mosaic import pl, plgpu, spread
 
         row, head, split, part = (jax.lax.axis_index(a) for a in ("row", "head", "split", "part"))
-        refs, key, value, query = self.given(qkv, *given)
+        refs, key, value, query = self.named_refs(qkv, *operands)
         group, head_dim = qkv.shape[2] - 2, qkv.shape[3]
         block_size, half = refs["k"].shape[2], head_dim // 2
         layout, shape = _layout(head_dim), (block_size, half)

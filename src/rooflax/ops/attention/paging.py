@@ -1,4 +1,4 @@
-"""From blocks to contiguous keys: what every implementation that gathers shares."""
+"""Gathers blocks into contiguous keys, for every implementation that needs them."""
 
 from __future__ import annotations
 

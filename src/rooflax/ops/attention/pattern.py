@@ -10,7 +10,7 @@ import jax
 
 @dataclass(frozen=True)
 class Pattern:
-    """Beside causality, query t sees key s if one of these holds:
+    """Further visible keys: beside causality, query t sees key s if one of these holds:
 
         t - s < window
         s < first

@@ -1,4 +1,4 @@
-"""Which tiles of keys a kernel visits: decided before it runs, so that its cost follows them.
+"""Tiles of keys that a kernel visits, decided before it runs, so that its cost follows them.
 
 What is seen inside a tile is `AttentionArgs.sees`. Neither knows of any kernel.
 """

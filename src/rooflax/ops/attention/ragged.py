@@ -104,7 +104,7 @@ class _Tiles:
 
 
 def _tile_sizes(s: Sequences, num_tokens: int) -> tuple[int, int]:
-    """How many tiles there are at most, and queries of each."""
+    """Largest number of tiles, and queries per tile."""
     num_sequences, tile = s.query_lens.shape[0], min(s.longest, TILE)
     if s.longest <= tile:
         return num_sequences, tile
@@ -120,7 +120,7 @@ def _tiled(s: Sequences, num_tokens: int) -> tuple[_Tiles, Int[Array, " T"]]:
     ends = jnp.cumsum(needed, dtype=jnp.int32)
     numbers = jnp.arange(num_tiles, dtype=jnp.int32)
     sequence = jnp.sum(numbers[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
-    sequence = jnp.minimum(sequence, num_sequences - 1)  # tiles that nobody needs
+    sequence = jnp.minimum(sequence, num_sequences - 1)  # unused tiles
     first_tile = ends - needed
     inside = (numbers - first_tile[sequence])[:, None] * tile
     inside = inside + jnp.arange(tile, dtype=jnp.int32)[None, :]

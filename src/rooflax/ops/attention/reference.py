@@ -21,7 +21,7 @@ def attention(
     dense: Dense,
     args: AttentionArgs,
 ) -> Float[Array, "B T N H"]:
-    """It always repeats K/V heads, and looks at every key."""
+    """Attention in float32; repeats K/V heads and looks at every key."""
     group = q.shape[2] // k.shape[1]
     q32 = q.astype(jnp.float32)
     k32 = jnp.repeat(k.astype(jnp.float32), group, axis=1)

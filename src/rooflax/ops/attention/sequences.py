@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sequences:
-    """Which tokens of a list are whose, and what they see.
+    """Sequences of the tokens in a list, and what each sees.
 
     Attributes:
         query_starts, query_lens: of each sequence, where its queries begin in the list and how many
@@ -36,7 +36,7 @@ class Sequences:
 def owners(
     query_starts: Int[Array, " R"], query_lens: Int[Array, " R"], num_tokens: int
 ) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
-    """Of each token of a list, its sequence, and which of that sequence's queries it is.
+    """Sequence of each token of a list, and the token's number among its queries.
 
     Tokens of no sequence get some sequence, and a number that is negative or not below its
     `query_lens`.

@@ -1,4 +1,4 @@
-"""What a layer does between its projections, in one operation: norms and RoPE of new queries and
+"""Attention between a layer's projections, as one operation: norms and RoPE of new queries and
 keys, the write of new keys and values, and attention.
 """
 
@@ -37,7 +37,7 @@ def attention_step(
     here = accelerator.platform() == "gpu" and accelerator.missing() is None
     if not here or implementation not in (None, "pallas"):
         return None
-    given = new, as_pool(k_pool), as_pool(v_pool), sequences, args
-    if STEP.backend("pallas").unsupported(*given) is not None:
+    operands = new, as_pool(k_pool), as_pool(v_pool), sequences, args
+    if STEP.backend("pallas").unsupported(*operands) is not None:
         return None
-    return STEP(implementation, *given)
+    return STEP(implementation, *operands)

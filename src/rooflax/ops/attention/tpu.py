@@ -155,7 +155,8 @@ def _kernel(
     keys = blocks * block_size
 
     def for_each_copy(index: Any, slot: Any, act: Callable[[Any], None]) -> None:
-        """Of those that bring the index-th tile of keys to visit into a slot of the buffers."""
+        """Applies a function to the copies that bring the index-th visited tile of keys into a
+        buffer."""
         visit = visits[which * num_visits + index]
 
         def of_block(block: Any, _: None) -> None:
@@ -258,7 +259,7 @@ def unsupported(
 
 
 def _padded(x: jax.Array, multiple: int, value: int) -> jax.Array:
-    """With its second axis a multiple."""
+    """Pads the second axis to a multiple."""
     missing = -x.shape[1] % multiple
     widths = [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)]
     return jnp.pad(x, widths, constant_values=value) if missing else x
@@ -289,9 +290,9 @@ def _gathered(
     scales: Float[Array, "blocks K block_size"], block_tables: Int[Array, "B nb"], heads: int
 ) -> Float[Array, "B parts heads S"]:
     """The rows' scales one after the other: 4 bytes for head_dim of values."""
-    found = scales.at[block_tables].get(mode="promise_in_bounds")  # [B, nb, K, block_size]
-    rows, _, kv_heads, _ = found.shape
-    return found.swapaxes(1, 2).reshape(rows, kv_heads // heads, heads, -1)
+    gathered = scales.at[block_tables].get(mode="promise_in_bounds")  # [B, nb, K, block_size]
+    rows, _, kv_heads, _ = gathered.shape
+    return gathered.swapaxes(1, 2).reshape(rows, kv_heads // heads, heads, -1)
 
 
 BACKEND = Backend(paged_attention, unsupported, reads_blocks=True)

@@ -72,8 +72,8 @@ def _attend(
 
 
 def _scores(q: Float[Array, "B T K G H"], k: Float[Array, "B K S H"]) -> Float[Array, "B K T G S"]:
-    """With few queries as the first operand, XLA's CPU backend takes up to four times as long
-    (docs/optimizations.md).
+    """Scores; with few queries as the first operand, XLA's CPU backend takes up to four times as
+    long (docs/optimizations.md).
     """
     if q.shape[1] <= FEW_QUERIES and accelerator.platform() == "cpu":
         return dot_general(k, q, (((3,), (4,)), ((0, 1), (0, 2)))).transpose(0, 1, 3, 4, 2)

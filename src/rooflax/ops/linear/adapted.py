@@ -32,8 +32,8 @@ class Dropout:
     rate: float = field(metadata=STATIC)
 
     def __call__(self, x: Float[Array, "rows in"]) -> Float[Array, "rows in"]:
-        own = jax.random.fold_in(jax.random.key(0), taken(self.number))
-        keys = jax.vmap(lambda seed: jax.random.fold_in(own, seed))(self.seeds)
+        weight_key = jax.random.fold_in(jax.random.key(0), taken(self.number))
+        keys = jax.vmap(lambda seed: jax.random.fold_in(weight_key, seed))(self.seeds)
         shape = x.shape[0] // self.seeds.shape[0], x.shape[1]
         keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - self.rate, shape))(keys)
         return jnp.where(keep.reshape(x.shape), x / (1 - self.rate), jnp.zeros((), x.dtype))
@@ -94,42 +94,42 @@ class Adapted(Wrapper):
         implementation: str | None,
     ) -> Float[Array, "rows out"]:
         """`linear.api.matmul` of the sum."""
-        how: dict[str, Any] = {"num_rows": num_rows, "implementation": implementation}
+        options: dict[str, Any] = {"num_rows": num_rows, "implementation": implementation}
         if self.slots:
-            return self._by_row(x, bias, prologue, residual, dtype, how)
+            return self._by_row(x, bias, prologue, residual, dtype, options)
         if self.dropout is None:
-            few = matmul(as_operand(self.a), x, prologue=prologue, dtype=jnp.float32, **how)
+            few = matmul(as_operand(self.a), x, prologue=prologue, dtype=jnp.float32, **options)
         else:
             rows = self.dropout(applied(prologue, x))
-            few = matmul(as_operand(self.a), rows, dtype=jnp.float32, **how)
-        plain: dict[str, Any] = {"prologue": prologue, "dtype": dtype} | how
+            few = matmul(as_operand(self.a), rows, dtype=jnp.float32, **options)
+        plain: dict[str, Any] = {"prologue": prologue, "dtype": dtype} | options
         if self.columns is None:
             y = matmul(self.operand, x, bias, residual=residual, **plain)
-            return matmul(as_operand(self.b), few, residual=y, dtype=y.dtype, **how)
+            return matmul(as_operand(self.b), few, residual=y, dtype=y.dtype, **options)
         y = matmul(self.operand, x, **plain)
-        y = matmul(as_operand(self.b), few, residual=y, dtype=y.dtype, **how)
+        y = matmul(as_operand(self.b), few, residual=y, dtype=y.dtype, **options)
         y = y.astype(jnp.float32) * taken(self.columns)[None, :]
         y = y if bias is None else y + taken(bias).astype(jnp.float32)[None, :]
         y = y.astype(dtype)
         return y if residual is None else y + residual
 
     def _by_row(
-        self, x: Array, bias: Any, prologue: Any, residual: Any, dtype: Any, how: dict[str, Any]
+        self, x: Array, bias: Any, prologue: Any, residual: Any, dtype: Any, form: dict[str, Any]
     ) -> Float[Array, "rows out"]:
         """All adapters' x A, of which each row keeps its own; zeros add nothing behind B."""
-        y = matmul(self.operand, x, bias, prologue=prologue, residual=residual, dtype=dtype, **how)
+        y = matmul(self.operand, x, bias, prologue=prologue, residual=residual, dtype=dtype, **form)
         if self.rows is None:
             return y
-        few = matmul(as_operand(self.a), x, prologue=prologue, dtype=jnp.float32, **how)
-        own = jnp.arange(1, self.slots + 1, dtype=jnp.int32)[None] == self.rows[:, None]
-        kept = jnp.where(own[:, :, None], few.reshape(*own.shape, -1), 0.0).reshape(few.shape)
-        changed = matmul(as_operand(self.b), kept, residual=y, dtype=y.dtype, **how)
+        few = matmul(as_operand(self.a), x, prologue=prologue, dtype=jnp.float32, **form)
+        hits = jnp.arange(1, self.slots + 1, dtype=jnp.int32)[None] == self.rows[:, None]
+        kept = jnp.where(hits[:, :, None], few.reshape(*hits.shape, -1), 0.0).reshape(few.shape)
+        changed = matmul(as_operand(self.b), kept, residual=y, dtype=y.dtype, **form)
         return jnp.where(self.rows[:, None] > 0, changed, y)
 
-    def take(self, ids: Int[Array, " n"], **how: Any) -> Float[Array, "n in"]:
+    def take(self, ids: Int[Array, " n"], **options: Any) -> Float[Array, "n in"]:
         """Rows of the table, which the adapter leaves alone."""
         assert self.is_table, "an adapter of an embedding is not read"
-        return take(self.operand, ids, **how)
+        return take(self.operand, ids, **options)
 
 
 def with_rows(weights: Any, rows: Int[Array, " rows"]) -> Any:

@@ -105,17 +105,17 @@ def matmul(
     dtype = x.dtype if dtype is None else dtype
     if isinstance(w, Branch):  # its stacks have some layers, and those of vectors have all
         bias, prologue = taken(bias), taken_prologue(prologue)
-    how: dict[str, Any] = {"prologue": prologue, "residual": residual, "num_rows": num_rows}
-    how["dtype"] = dtype
+    options: dict[str, Any] = {"prologue": prologue, "residual": residual, "num_rows": num_rows}
+    options["dtype"] = dtype
     if isinstance(w, Branch):
-        return w.branch(lambda one: matmul(one, x, bias, implementation=implementation, **how))
+        return w.branch(lambda one: matmul(one, x, bias, implementation=implementation, **options))
     if isinstance(w, Composite):
-        return w.matmul(x, bias, implementation=implementation, **how)
+        return w.matmul(x, bias, implementation=implementation, **options)
     if isinstance(w, Fused):
-        biases, how["residual"] = w.apart(taken(bias)), None
+        biases, options["residual"] = w.apart(taken(bias)), None
         each = zip(w.parts, biases, strict=True)
-        how["implementation"] = implementation
-        y = w.together([matmul(part, x, bias, **how) for part, bias in each])
+        options["implementation"] = implementation
+        y = w.together([matmul(part, x, bias, **options) for part, bias in each])
         return y if residual is None else y + residual
     stack, index = w.in_stack()
     args = LinearArgs(x, stack, index, bias, prologue, residual, num_rows, dtype)
@@ -159,8 +159,8 @@ def lookup(
     An index outside the table takes its nearest row; the native kernel raises instead. No gradient
     goes through a kernel. For `num_rows` see `linear`.
     """
-    how = {"num_rows": num_rows, "implementation": implementation}
-    return take(as_table(table), index.reshape(-1), **how).reshape(*index.shape, -1)
+    options = {"num_rows": num_rows, "implementation": implementation}
+    return take(as_table(table), index.reshape(-1), **options).reshape(*index.shape, -1)
 
 
 def take(
@@ -171,11 +171,11 @@ def take(
     implementation: str | None = None,
 ) -> Float[Array, "n in"]:
     """The weights of single outputs: `lookup` of a list."""
-    how = {"num_rows": num_rows, "implementation": implementation}
+    options = {"num_rows": num_rows, "implementation": implementation}
     if isinstance(w, Branch):
-        return w.branch(lambda one: take(one, ids, **how))
+        return w.branch(lambda one: take(one, ids, **options))
     if isinstance(w, Composite):
-        return w.take(ids, **how)
+        return w.take(ids, **options)
     one = cast(StoredOperand, taken(w))
     if (rows := one.plain_rows) is None:
         return one.take(ids)

@@ -1,4 +1,4 @@
-"""What a backend of linear is given."""
+"""Arguments of a backend of linear."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LinearArgs:
 
     Attributes:
         x: [rows, in]; where the prologue gates, [rows, 2 in].
-        w: one matrix, or a stack of them of which `index` is meant.
+        w: one matrix, or a stack of them, with the member `index`.
         bias: [out].
         residual: [rows, out].
         num_rows: how many leading rows are real; None is all.
@@ -40,7 +40,7 @@ class LinearArgs:
 
     @property
     def matrix(self) -> StoredOperand:
-        """The one that is meant, copied out of its stack."""
+        """Copies the member out of its stack."""
         return self.w if self.index is None else self.w.member(self.index)
 
     def unfused(

@@ -114,7 +114,7 @@ def _optional(x: jax.Array | None) -> jax.Array:
 
 
 def _none(dtype: Any) -> jax.Array:
-    """What the kernel takes for an argument that is not there."""
+    """Empty array, the kernel's sign for an absent argument."""
     return jnp.zeros(0, dtype)
 
 

@@ -52,7 +52,7 @@ def _backward(kept: tuple[StoredOperand, Array], dy: Array) -> tuple[Array, None
 
 
 def _numbers(w: StoredOperand, x: Array) -> Float[Array, "in out"]:
-    """What w stands for, made once x is there.
+    """Numbers of w, made once x is there.
 
     XLA would make the numbers of all weights when a step begins, and keep those of the forward pass
     for the backward pass; on CPU it drops barriers. So x has a part in them, which is zero.
@@ -102,8 +102,8 @@ class Frozen(Wrapper):
         y = y.astype(dtype)
         return y if residual is None else y + residual
 
-    def take(self, ids: Int[Array, " n"], **how: Any) -> Float[Array, "n in"]:
-        return take(self.operand, ids, **how)
+    def take(self, ids: Int[Array, " n"], **options: Any) -> Float[Array, "n in"]:
+        return take(self.operand, ids, **options)
 
 
 def _product(x: Float[Array, "rows in"], w: Operand) -> Float[Array, "rows out"]:

@@ -65,7 +65,7 @@ def matmul(args: LinearArgs) -> Float[Array, "rows out"]:
 def few_matmuls(
     rows: Rows, w: StoredOperand, members: Int[Array, " tiles"], num_tiles: Int[Array, " one"]
 ) -> Float[Array, "results rows out"]:
-    """Of tiles of few rows, with members of a stack that is `readable`."""
+    """Matmuls of tiles of few rows, with members of a stack that is `readable`."""
     run: Any = gpu_plain.tiled_matmul if w.code == "matrix" else gpu_rows.tiled_matmul
     return run(rows, w, members, num_tiles)
 
@@ -88,7 +88,7 @@ def _takes_tensor_cores(args: LinearArgs) -> bool:
 
 
 def _no_tensor_cores(args: LinearArgs) -> str | None:
-    """Why the kernel for many rows does not take them."""
+    """Reason why the kernel for many rows does not run; None if it does."""
     w = cast(Quantized, args.w)
     if w.quantizes_activations:
         return f"linear's GPU kernel is for {MOST_ROWS} rows of {w.format}"
@@ -98,7 +98,7 @@ def _no_tensor_cores(args: LinearArgs) -> str | None:
 
 
 def unreadable(w: StoredOperand) -> str | None:
-    """Why the kernel for few rows cannot read a weight, or a stack of them."""
+    """Reason why the kernel for few rows cannot read a weight, or a stack of them."""
     if w.code not in CODES:
         return gpu_plain.unsupported(w)
     if w.packing != "panels":
@@ -116,8 +116,8 @@ def int8_matmul(x: Float[Array, "rows in"], w: Quantized) -> Float[Array, "rows 
     outer, inner = w.outer, w.inner
     codes = w.values.swapaxes(-3, -2).reshape(w.values.shape[0] * PANEL, -1)[:outer, :inner].T
     whole, step = int8_codes(x.astype(jnp.float32))
-    how = {"preferred_element_type": jnp.int32}
-    sums = jax.lax.dot_general(whole.astype(jnp.int8), codes, (((1,), (0,)), ((), ())), **how)
+    options = {"preferred_element_type": jnp.int32}
+    sums = jax.lax.dot_general(whole.astype(jnp.int8), codes, (((1,), (0,)), ((), ())), **options)
     return sums.astype(jnp.float32) * step * w.scales[None, :outer]
 
 

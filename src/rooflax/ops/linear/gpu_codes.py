@@ -1,5 +1,4 @@
-"""How the GPU's kernel for few rows multiplies with each code: what becomes of the activations
-before it, and of the packed words in it.
+"""Codes in the GPU's kernel for few rows: how each prepares the activations, and unpacks its words.
 
 Codes that are whole numbers, or half ones, meet activations that are whole numbers too: of each row
 of words, whose inputs share a power of two, they have 16 bits for bfloat16 and 24 for float32, cut
@@ -65,14 +64,14 @@ class Bytes:
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """Of each word of activations, in which half of the inputs its own are, and where there."""
+        """Half of the inputs, and the position there, of each word of activations."""
         if self.paired:
             return [(0, 2 * thread + word) for word in range(2) for thread in range(4)]
         return [divmod(word, 4) for word in range(self.slots // 4)]
 
     @property
     def placed(self) -> list[int]:
-        """Of each word of bytes that `unpack` gives, which of `places` it has."""
+        """Entry of `places` for each word of bytes that `unpack` gives."""
         if self.paired:
             return [4 * (word % 2) + word // 2 for word in range(self.slots // 4)]
         if not self.halves:
@@ -81,7 +80,7 @@ class Bytes:
 
     @property
     def order(self) -> list[list[int]]:
-        """Of each word of bytes its inputs."""
+        """Inputs of each word of bytes."""
         if self.paired:
             return [
                 [2 * w + i + half for i in (0, 1) for half in (0, HALF)] for _, w in self.places
@@ -91,7 +90,7 @@ class Bytes:
     def values(
         self, x: Float[Array, "rows width"], w: Quantized, dtype: Any, prologue: Prologue | None
     ) -> Int[Array, "rows count padded"]:
-        """Of each row of words: per part its bytes, the highest first, and the size of 1.
+        """Value of each row of words: per part its bytes, the highest first, and the size of 1.
 
         Args:
             dtype: of the model's activations, which says how exact they have to be.
@@ -113,7 +112,7 @@ class Bytes:
         return padded(jnp.concatenate(both, axis=-1).swapaxes(1, 2))
 
     def packing(self, w: Quantized, dtype: Any) -> Packing | None:
-        """How activations become bytes, unless the format rounds them as it says.
+        """Packing of activations into bytes, unless the format rounds them itself.
 
         Args:
             dtype: as of `values`.
@@ -124,7 +123,7 @@ class Bytes:
         return Packing(self.slots, self.slots // 4, parts, self.paired, self.offset)
 
     def numbers(self, loaded: list[jax.Array], zero: jax.Array) -> list[jax.Array]:
-        """What rows of activations share.
+        """Numbers that rows of activations share.
 
         Args:
             zero: a number that the assembler does not know. With it, constants stay in registers,
@@ -217,12 +216,12 @@ def _mxfp4(words: list[jax.Array], zero: jax.Array) -> list[jax.Array]:
     from rooflax.ops.mosaic_bytes import looked_up
 
     del zero
-    found = []
+    numbers = []
     for packed in words:
         turned = packed ^ -0x77777778
         for codes, others in ((packed, turned), (packed >> 16, turned >> 16)):
-            found.append(looked_up(POSITIVE, codes) & looked_up(NEGATIVE, others))
-    return found
+            numbers.append(looked_up(POSITIVE, codes) & looked_up(NEGATIVE, others))
+    return numbers
 
 
 def _as_they_are(words: list[jax.Array], zero: jax.Array) -> list[jax.Array]:

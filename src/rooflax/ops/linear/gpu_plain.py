@@ -28,7 +28,7 @@ from rooflax.ops.linear.gpu_rows import (
     most_warpgroups,
     warpgroups_of,
 )
-from rooflax.ops.linear.gpu_values import GROUPS, HALF, Share, Source, fuses, gated, operands
+from rooflax.ops.linear.gpu_values import GROUPS, HALF, Share, ValueSource, fuses, gated, operands
 from rooflax.ops.linear.prologue import Activation, ClampedSwiglu, Norm, Prologue, applied
 from rooflax.ops.weights import StoredOperand
 
@@ -45,7 +45,7 @@ ENOUGH_PANELS = 264
 
 
 def unsupported(w: StoredOperand) -> str | None:
-    """Why the kernel cannot read a weight, or a stack of them."""
+    """Reason why the kernel cannot read a weight, or a stack of them."""
     if w.code != "matrix":
         return "linear's GPU kernel reads no table, whose inputs lie beside each other: XLA has it"
     if w.dtype.itemsize not in (2, 4):
@@ -78,30 +78,30 @@ def tiled_matmul(
     is_normed = isinstance(prologue, Norm)
     if few > 1 or not fuses(prologue) or (is_normed and (inner % HALF or inner < GROUPS * HALF)):
         x, prologue = applied(prologue, x), None
-    given: dict[str, Any] = {"w": array, "members": members, "num_tiles": num_tiles}
-    given["x"] = x.reshape(tokens * few, -1, inner)
+    arrays: dict[str, Any] = {"w": array, "members": members, "num_tiles": num_tiles}
+    arrays["x"] = x.reshape(tokens * few, -1, inner)
     scratch: dict[str, Any] = {}
     if isinstance(prologue, Norm):
         by_groups, weights = operands(x, HALF, prologue)
-        given |= {"groups": by_groups, "weight": weights[0].reshape(-1)}
+        arrays |= {"groups": by_groups, "weight": weights[0].reshape(-1)}
         scratch["squares"] = plgpu.SMEM((warpgroups * GROUPS,), jnp.float32)
         scratch["begun"] = plgpu.Barrier(num_arrivals=warpgroups)
-    given |= {k: v for k, v in (("bias", rows.bias), ("residual", rows.residual)) if v is not None}
+    arrays |= {k: v for k, v in (("bias", rows.bias), ("residual", rows.residual)) if v is not None}
     shape = _depth(w.dtype, columns), columns
     scratch["sums"] = plgpu.SMEM((few, warpgroups * shape[0], columns), jnp.float32)
     scratch["met"] = plgpu.Barrier(num_arrivals=warpgroups)
     kernel = _Kernel(rows, prologue, shape, inner, warpgroups, few)
 
     def matmul_plain(*refs: Any, **memory: Any) -> None:
-        kernel(dict(zip(given, refs, strict=False)) | memory, refs[-1])
+        kernel(dict(zip(arrays, refs, strict=False)) | memory, refs[-1])
 
     out = jax.ShapeDtypeStruct((count, few, w.outer), rows.result)
     grid = {"panel": w.outer // columns, "tile": count}
-    how = {"num_threads": warpgroups, "thread_name": "warpgroup"} if warpgroups > 1 else {}
+    threads = {"num_threads": warpgroups, "thread_name": "warpgroup"} if warpgroups > 1 else {}
     run = launch(
-        matmul_plain, out, grid, by_lane=True, barriers=False, scratch_types=scratch, **how
+        matmul_plain, out, grid, by_lane=True, barriers=False, scratch_types=scratch, **threads
     )
-    return run(*given.values())
+    return run(*arrays.values())
 
 
 @dataclass(frozen=True)
@@ -175,13 +175,13 @@ class _Kernel:
                 finish(refs, out, (tile, row, columns), total.astype(self.rows.result), vector)
 
     def scale(self, refs: dict[str, Any], row: Any, warpgroup: Any) -> Any:
-        """What the norm of a row multiplies by."""
+        """Scale of a row's norm."""
         from rooflax.ops.mosaic import pl, store
 
-        source = Source(refs["groups"], None, self.prologue, refs["x"].dtype, self.inner)
-        own = pl.ds(warpgroup * GROUPS, GROUPS)
+        source = ValueSource(refs["groups"], None, self.prologue, refs["x"].dtype, self.inner)
+        groups = pl.ds(warpgroup * GROUPS, GROUPS)
         share = Share(self.inner // HALF, self.warpgroups, warpgroup)
-        store(refs["squares"].at[own], source.squares_of(row, share))
+        store(refs["squares"].at[groups], source.squares_of(row, share))
         meet(refs["begun"])
         return source.scale_of(refs["squares"], self.warpgroups)
 
@@ -233,9 +233,9 @@ def _steps(w: StoredOperand, width: int) -> int:
 
 
 def _candidates(few: int, w: StoredOperand) -> list[tuple[int, int]]:
-    found = []
+    candidates = []
     for width in WIDTHS:
         if w.outer % width == 0:
             most = powers_of_two(most_warpgroups(_steps(w, width), few))
-            found += [(width, warpgroups) for warpgroups in most]
-    return found
+            candidates += [(width, warpgroups) for warpgroups in most]
+    return candidates

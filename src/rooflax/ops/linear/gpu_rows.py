@@ -28,7 +28,7 @@ from rooflax.ops.linear.gpu_values import (
     GROUPS,
     Packing,
     Share,
-    Source,
+    ValueSource,
     begin_of,
     fuses,
     operands,
@@ -109,7 +109,7 @@ def tiled_matmul(
     packing = code.packing(w, rows.dtype)
     if few > 1 or word_rows < GROUPS or word_rows * code.slots > MOST_PACKED:
         packing = None
-    given: dict[str, Any] = {
+    arrays: dict[str, Any] = {
         "words": words.reshape(-1, code.words, PANEL),
         "scales": w.scales.reshape(-1, PANEL),
         "members": members,
@@ -121,8 +121,8 @@ def tiled_matmul(
         x = rows.x.reshape(tokens * few, width)
         if not fuses(prologue):
             x, prologue = applied(prologue, x), None
-        given["x"], weights = operands(x, code.slots, prologue)
-        given |= zip(["weight"], weights, strict=False)
+        arrays["x"], weights = operands(x, code.slots, prologue)
+        arrays |= zip(["weight"], weights, strict=False)
         padded = -(-word_rows // GROUPS) * GROUPS
         copies = rows.together
         scratch["packed"] = plgpu.SMEM((copies, packing.count, padded), jnp.int32)
@@ -131,14 +131,14 @@ def tiled_matmul(
         scratch["ready"] = plgpu.Barrier(num_arrivals=warpgroups)
     else:
         values = code.values(rows.x.reshape(tokens * few, width), w, rows.dtype, prologue)
-        given["values"] = values.reshape(tokens, few, *values.shape[1:])
+        arrays["values"] = values.reshape(tokens, few, *values.shape[1:])
     behind = ((0, 0), (0, panels * PANEL - w.outer))
     if rows.bias is not None:
-        given["bias"] = jnp.pad(rows.bias, behind)
+        arrays["bias"] = jnp.pad(rows.bias, behind)
     if rows.shares is not None:
-        given["shares"] = rows.shares
+        arrays["shares"] = rows.shares
     if rows.residual is not None:
-        given["residual"] = jnp.pad(rows.residual, ((0, 0), *behind))
+        arrays["residual"] = jnp.pad(rows.residual, ((0, 0), *behind))
     if warpgroups > 1:
         held = min(at_once, few)
         scratch["sums"] = plgpu.SMEM((warpgroups, held, TILE, PANEL), jnp.float32)
@@ -149,13 +149,14 @@ def tiled_matmul(
     )  # type: ignore[arg-type]  # fmt: skip
 
     def matmul_rows(*refs: Any, **memory: Any) -> None:
-        kernel(dict(zip(given, refs, strict=False)) | memory, refs[-1])
+        kernel(dict(zip(arrays, refs, strict=False)) | memory, refs[-1])
 
     out = jax.ShapeDtypeStruct((count, few, panels * PANEL), rows.result)
     grid = {"panel": -(-panels // kernel.panels_each), "turn": turns, "tile": count}
-    how = {"num_threads": warpgroups, "thread_name": "warpgroup"} if warpgroups > 1 else {}
-    run = launch(matmul_rows, out, grid, by_lane=True, barriers=False, scratch_types=scratch, **how)
-    return run(*given.values())[..., : w.outer]
+    lanes = {"num_threads": warpgroups, "thread_name": "warpgroup"} if warpgroups > 1 else {}
+    lanes |= {"barriers": False, "scratch_types": scratch}
+    run = launch(matmul_rows, out, grid, by_lane=True, **lanes)
+    return run(*arrays.values())[..., : w.outer]
 
 
 def _words(w: Quantized, each: int) -> Int[Array, "members panels rows words 16"]:
@@ -200,8 +201,8 @@ class _Kernel:
         @pl.when(tile < refs["num_tiles"][0])
         def _() -> None:
             if self.packing is not None:
-                own = tile if self.rows.shares is None else tile * self.warpgroups + warpgroup
-                self.pack(refs, own, warpgroup, self.packing)
+                tile_here = tile if self.rows.shares is None else tile * self.warpgroups + warpgroup
+                self.pack(refs, tile_here, warpgroup, self.packing)
             first = jax.lax.axis_index("panel") * self.panels_each
             if self.panels_each == 1:
                 self.panel(refs, out, tile, first, rows, warpgroup)
@@ -224,7 +225,7 @@ class _Kernel:
             packed, helpers = refs["packed"].at[warpgroup], 1
         groups, number = self.word_rows, warpgroup if helpers > 1 else jnp.int32(0)
         inner = groups * packing.slots
-        source = Source(refs["x"], refs.get("weight"), self.prologue, refs["x"].dtype, inner)
+        source = ValueSource(refs["x"], refs.get("weight"), self.prologue, refs["x"].dtype, inner)
         share, scale = Share(groups, helpers, number), None
         if groups % GROUPS:
 
@@ -237,8 +238,8 @@ class _Kernel:
                     store(packed.at[index, last], none)
 
         if isinstance(self.prologue, Norm):
-            own = pl.ds(warpgroup * GROUPS, GROUPS)
-            store(refs["squares"].at[own], source.squares_of(row, share))
+            lanes_here = pl.ds(warpgroup * GROUPS, GROUPS)
+            store(refs["squares"].at[lanes_here], source.squares_of(row, share))
         meet(refs["begun"])
         if isinstance(self.prologue, Norm):
             scale = source.scale_of(refs["squares"], helpers)
@@ -262,16 +263,16 @@ class _Kernel:
         zero = refs["num_tiles"][0] >> 31
         all_rows, steps = words_ref.shape[0], -(-self.word_rows // TILE)
         number = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=layout.reduce(1))
-        own = tile if self.rows.shares is None else tile * self.warpgroups + warpgroup
-        member = refs["members"][own]
+        tile_here = tile if self.rows.shares is None else tile * self.warpgroups + warpgroup
+        member = refs["members"][tile_here]
         first_row = (member * self.panels + panel) * self.word_rows
 
-        given: Any = None if self.packing else refs["values"].at[own // self.rows.share]
+        packed: Any = None if self.packing else refs["values"].at[tile_here // self.rows.share]
         copy = jnp.int32(0) if self.rows.shares is None else warpgroup
 
         def places(index: Any, lacking: Any) -> Any:
-            """Where the values are of a tile of words that begins `lacking` rows earlier than it
-            should, because the last panel has nothing behind it."""
+            """Places of the values in a tile of words that begins `lacking` rows earlier, because
+            nothing follows the last panel."""
             if self.packing:
                 return pl.ds(index * TILE - lacking, TILE)
             first = begin_of(self.word_rows)
@@ -280,11 +281,11 @@ class _Kernel:
         def value(at: int, row: Any, place: Any, lacking: Any) -> jax.Array:
             """One of the values of a tile's inputs."""
             if self.packing is None:
-                return load(given.at[row, at, place], layout.reduce(1))
-            found = load(refs["packed"].at[copy, at, place], layout.reduce(1))
+                return load(packed.at[row, at, place], layout.reduce(1))
+            word = load(refs["packed"].at[copy, at, place], layout.reduce(1))
             if self.word_rows % TILE and at == self.packing.count - 1:
-                found = jnp.where(number >= lacking, found, 0)  # those before were taken
-            return found
+                word = jnp.where(number >= lacking, word, 0)  # those before were taken
+            return word
 
         def step(index: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
             wanted = first_row + index * TILE
@@ -321,7 +322,7 @@ class _Kernel:
             return load(scales_ref.at[member * self.panels + panel], vector)
 
         def added(index: int) -> Any:
-            """What the matmul gives, with its bias."""
+            """Adds the bias to the matmul's result."""
             total = sums[index]
             if self.warpgroups > 1:
                 every = [
@@ -367,7 +368,7 @@ def meet(barrier: Any) -> None:
 
 
 def bias_of(refs: dict[str, Any], member: Any, columns: Any, layout: Any) -> Any:
-    """Of some outputs of a member, in float32."""
+    """Bias of some outputs of a member, in float32."""
     from rooflax.ops.mosaic import load
 
     bias = refs["bias"]

@@ -59,7 +59,7 @@ inputs of each half of the group or, with a byte each, of one."""
 
 @dataclass(frozen=True)
 class Code:
-    """How words become operands.
+    """Code of a weight format: how words become operands.
 
     Attributes:
         words: of an output and a group that a thread has.
@@ -131,7 +131,7 @@ CODES = {
 
 
 def unsupported(w: Quantized) -> str | None:
-    """Why the kernel cannot read a weight, or a stack of them."""
+    """Reason why the kernel cannot read a weight, or a stack of them."""
     if w.inner % GROUP or w.inner < 2 * GROUP:  # of one, TMA would not align MXFP4's scales
         return f"linear's tensor cores take inputs by {GROUP} from {2 * GROUP}, not {w.inner}"
     if w.outer <= (PANELS - 1) * PANEL:
@@ -208,39 +208,39 @@ def _multiplied(
     code, (tiles, tile, _) = CODES[w.code], x.shape
     groups, panels = w.inner // GROUP, -(-w.outer // PANEL)
     (warpgroups, programs), together = _programs(w), min(_together(tile), groups)
-    own, steps = warpgroups * PANELS, -(-groups // together)
+    num_panels, steps = warpgroups * PANELS, -(-groups // together)
     words = jax.lax.bitcast_convert_type(w.values, jnp.int32)
-    given: dict[str, Any] = {
+    arrays: dict[str, Any] = {
         "x": _ordered(x, steps, together),
         "words": words.reshape(-1, panels, groups, 64 * code.words),
         "scales": w.scales.reshape(-1, panels, *(groups,) * w.grouped, PANEL),
         "members": members,
     }
     if num_tiles is not None:
-        given["num_tiles"] = num_tiles
+        arrays["num_tiles"] = num_tiles
     if bias is not None:
-        given["bias"] = jnp.pad(bias, (0, panels * PANEL - w.outer)).reshape(panels, PANEL)
+        arrays["bias"] = jnp.pad(bias, (0, panels * PANEL - w.outer)).reshape(panels, PANEL)
     swizzle = plgpu.TilingTransform((8, GROUP)), plgpu.SwizzleTransform(2 * GROUP)
     scratch: dict[str, Any] = {
         "x_here": plgpu.SMEM((STAGES, together, tile, GROUP), jnp.bfloat16, transforms=swizzle),
-        "words_here": plgpu.SMEM((STAGES, own, together, 64 * code.words), jnp.int32),
+        "words_here": plgpu.SMEM((STAGES, num_panels, together, 64 * code.words), jnp.int32),
         "here": plgpu.Barrier(num_arrivals=2 + w.grouped, num_barriers=STAGES),
         "free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=STAGES),
     }
     if w.grouped:
-        scratch["scales_here"] = plgpu.SMEM((STAGES, own, together, PANEL), w.scales.dtype)
+        scratch["scales_here"] = plgpu.SMEM((STAGES, num_panels, together, PANEL), w.scales.dtype)
     if is_interpreted():  # which takes operands from shared memory only
         scratch["operand"] = plgpu.SMEM((warpgroups, 64, GROUP), jnp.bfloat16)
     kernel = _Kernel(w.code, warpgroups, panels, groups, tile, steps, -(-steps // splits), together)
 
     def multiply_tiles(*refs: Any, **memory: Any) -> None:
-        kernel(dict(zip(given, refs, strict=False)) | memory, refs[-1])
+        kernel(dict(zip(arrays, refs, strict=False)) | memory, refs[-1])
 
     out = jax.ShapeDtypeStruct((splits, tiles, tile, panels, PANEL), dtype)
     grid = {"split": splits, "panel": programs, "tile": tiles}
-    how = {"num_threads": warpgroups, "thread_name": "warpgroup"} if warpgroups > 1 else {}
-    run = launch(multiply_tiles, out, grid, by_lane=True, scratch_types=scratch, **how)
-    return run(*given.values()).reshape(splits, tiles, tile, -1)
+    threads = {"num_threads": warpgroups, "thread_name": "warpgroup"} if warpgroups > 1 else {}
+    run = launch(multiply_tiles, out, grid, by_lane=True, scratch_types=scratch, **threads)
+    return run(*arrays.values()).reshape(splits, tiles, tile, -1)
 
 
 def _sizes(code: Code, rows: int, groups: int, programs: int) -> tuple[int, int]:
@@ -324,9 +324,9 @@ class _Kernel:
         from rooflax.ops.mosaic_fragments import turned
 
         warpgroup = jax.lax.axis_index("warpgroup") if self.warpgroups > 1 else jnp.int32(0)
-        split, own = jax.lax.axis_index("split"), self.warpgroups * PANELS
+        split, num_panels = jax.lax.axis_index("split"), self.warpgroups * PANELS
         # the last program's panels begin earlier where there are not so many
-        panel = jnp.minimum(jax.lax.axis_index("panel") * own, self.panels - own)
+        panel = jnp.minimum(jax.lax.axis_index("panel") * num_panels, self.panels - num_panels)
         panels = pl.ds(panel + warpgroup * PANELS, PANELS)
         member = refs["members"][tile if refs["members"].shape[0] > 1 else 0]
         begin = split * self.own_steps
@@ -340,7 +340,7 @@ class _Kernel:
             plgpu.copy_gmem_to_smem(rows, refs["x_here"].at[slot], here)
             for name in ("words", "scales"):
                 if (to := f"{name}_here") in refs:
-                    place = (member, pl.ds(panel, own), pl.ds(group, self.together))
+                    place = (member, pl.ds(panel, num_panels), pl.ds(group, self.together))
                     plgpu.copy_gmem_to_smem(refs[name].at[place], refs[to].at[slot], here)
 
         @pl.when(warpgroup == 0)
@@ -349,10 +349,10 @@ class _Kernel:
                 pl.when(begin + ahead < end)(lambda ahead=ahead: ask_for(begin + ahead))
 
         def turn(step: Any, multiply: Callable[[Any], Any]) -> Any:
-            """What is done with a stage, between waiting for it and asking for another."""
+            """Processes a stage, between waiting for it and requesting another."""
             slot = jax.lax.rem(step - begin, STAGES)
             plgpu.barrier_wait(refs["here"].at[slot])
-            found = multiply(slot)
+            product = multiply(slot)
 
             @pl.when(step + STAGES < end)  # what is asked for again
             def _() -> None:
@@ -365,7 +365,7 @@ class _Kernel:
                 plgpu.barrier_wait(refs["free"].at[jax.lax.rem(step - 1 - begin, STAGES)])
                 ask_for(again)
 
-            return found
+            return product
 
         if self.code.scales == "sums":
             nothing = filled((64, self.tile), 0.0, plgpu.Layout.WGMMA)
@@ -400,12 +400,12 @@ class _Kernel:
         for group in range(self.together):
             left, right = self.operands(refs, slot, group, warpgroup)
 
-            def multiplied(found: Any, left: Any = left, right: Any = right) -> Any:
-                plgpu.wgmma(found, left, right)
-                return found[...]
+            def multiplied(acc: Any, left: Any = left, right: Any = right) -> Any:
+                plgpu.wgmma(acc, left, right)
+                return acc[...]
 
-            found = pl.run_scoped(multiplied, accumulator(64, self.tile))
-            sums = sums + found * self.per_row(refs["scales_here"].at[slot, panels, group])
+            product = pl.run_scoped(multiplied, accumulator(64, self.tile))
+            sums = sums + product * self.per_row(refs["scales_here"].at[slot, panels, group])
         return sums
 
     def multiply(self, refs: dict[str, Any], slot: Any, warpgroup: Any, sums: Any) -> None:

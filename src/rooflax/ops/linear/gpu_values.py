@@ -34,7 +34,7 @@ def fuses(prologue: Prologue | None) -> bool:
 
 @dataclass(frozen=True)
 class Packing:
-    """How a group of inputs becomes words.
+    """Packing of a group of inputs into words.
 
     Attributes:
         slots: inputs of a group.
@@ -99,12 +99,12 @@ class Packing:
         return words, totals
 
     def store(
-        self, packed: Any, start: Any, found: tuple[list[jax.Array], list[jax.Array]]
+        self, packed: Any, start: Any, words_totals: tuple[list[jax.Array], list[jax.Array]]
     ) -> None:
         """Puts the values of a tile of groups where `packed`, [count, groups], has them."""
         from rooflax.ops.mosaic import pl, store
 
-        words, totals = found
+        words, totals = words_totals
         place, each = pl.ds(start, GROUPS), len(words) // self.parts
         for at, value in enumerate(words):
             part, number = divmod(at, each)
@@ -117,8 +117,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class Share:
-    """Which tiles of a row's groups a warpgroup has; the last tile begins earlier where it is not
-    full.
+    """Tiles of a row's groups that a warpgroup has; the last tile begins earlier if it is not full.
 
     Attributes:
         groups: of the row.
@@ -135,13 +134,13 @@ class Share:
         return (-(-self.groups // GROUPS) - 1 - self.number) // self.helpers + 1
 
     def start(self, index: Any) -> tuple[Any, Any]:
-        """Where a tile begins, and where it should."""
+        """Start of a tile, and where it should be."""
         at = (index * self.helpers + self.number) * GROUPS
         return jnp.minimum(at, self.groups - GROUPS), at
 
 
 @dataclass(frozen=True)
-class Source:
+class ValueSource:
     """Rows in memory and what happens to them: references, as a kernel has them.
 
     Attributes:
@@ -164,15 +163,15 @@ class Source:
         return load(self.x.at[place], words_layout()).astype(jnp.float32)
 
     def squares(self, row: Any, start: Any) -> jax.Array:
-        """Of a tile of groups, both halves added."""
-        found = [self.tile(row, start, half) for half in range(self.x.shape[3] // HALF)]
-        total = found[0] * found[0]
-        for value in found[1:]:
+        """Squares of a tile of groups, both halves added."""
+        values = [self.tile(row, start, half) for half in range(self.x.shape[3] // HALF)]
+        total = values[0] * values[0]
+        for value in values[1:]:
             total = total + value * value
         return total
 
     def squares_of(self, row: Any, share: Share) -> jax.Array:
-        """Of a share of a row, by the groups' places in their tiles."""
+        """Sums of squares of a share of a row, by the groups' places in their tiles."""
         from rooflax.ops.mosaic import filled, plgpu, spread, words_layout
 
         layout = words_layout()
@@ -180,17 +179,17 @@ class Source:
 
         def added(index: Any, total: Any) -> Any:
             start, wanted = share.start(index)
-            found = self.squares(row, start)
+            squares = self.squares(row, start)
             if share.groups % GROUPS:
                 is_new = (number >= wanted - start).astype(jnp.int32)
-                found = jnp.where(spread(is_new, (GROUPS, HALF), 0, layout) > 0, found, 0.0)
-            return total + found
+                squares = jnp.where(spread(is_new, (GROUPS, HALF), 0, layout) > 0, squares, 0.0)
+            return total + squares
 
         zeros = filled((GROUPS, HALF), 0.0, layout)
         return jax.lax.fori_loop(0, share.count, added, zeros).sum(axis=1)
 
     def scale_of(self, squares: Any, helpers: int) -> jax.Array:
-        """What a norm multiplies by, from the memory of all shares' sums."""
+        """Scale of a norm, from the memory of all shares' sums."""
         from rooflax.ops.mosaic import load, pl, words_layout
 
         parts = [
@@ -200,7 +199,7 @@ class Source:
         return self.scale(sum(parts[1:], parts[0]).sum(axis=0))
 
     def scale(self, squares: jax.Array) -> jax.Array:
-        """What a norm multiplies by."""
+        """Scale of a norm."""
         assert isinstance(self.prologue, Norm)
         return jax.lax.rsqrt(squares * np.float32(1 / self.inner) + np.float32(self.prologue.eps))
 
@@ -208,7 +207,7 @@ class Source:
         """The halves of a tile, behind the prologue."""
         from rooflax.ops.mosaic import load, pl, words_layout
 
-        found = []
+        values = []
         for half in range(self.x.shape[3] // HALF):
             value = self.tile(row, start, half)
             if isinstance(self.prologue, Activation | ClampedSwiglu):
@@ -217,12 +216,12 @@ class Source:
                 place = (pl.ds(start, GROUPS), pl.ds(half * HALF, HALF))
                 weight = load(self.weight.at[place], words_layout()).astype(jnp.float32)
                 value = value * scale * weight
-            found.append(value.astype(self.dtype).astype(jnp.float32))
-        return found
+            values.append(value.astype(self.dtype).astype(jnp.float32))
+        return values
 
 
 def gated(prologue: Activation | ClampedSwiglu, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """What a gate that `fuses` makes of both."""
+    """Output of a gate that `fuses` both inputs."""
     if isinstance(prologue, Activation):
         return gate * jax.lax.logistic(gate) * up
     alpha, limit = (np.float32(a) for a in (prologue.alpha, prologue.limit))
@@ -233,7 +232,7 @@ def gated(prologue: Activation | ClampedSwiglu, gate: jax.Array, up: jax.Array) 
 def operands(
     x: Float[Array, "rows width"], slots: int, prologue: Prologue | None
 ) -> tuple[Float[Array, "rows copies groups slots"], list[Float[Array, "groups slots"]]]:
-    """Rows and the weight of a norm, as `Source` has them."""
+    """Rows and the weight of a norm, as `ValueSource` has them."""
     copies = 2 if getattr(prologue, "gated", False) else 1
     x = x.reshape(len(x), copies, -1, slots)
     weights = []
@@ -245,7 +244,7 @@ def operands(
 def packed_values(
     x: Float[Array, "rows width"], packing: Packing, prologue: Prologue | None
 ) -> Int[Array, "rows count padded"]:
-    """What `packing` makes of rows, by a kernel, as `padded` has it.
+    """Packs rows by a kernel, as `padded` lays them out.
 
     Args:
         prologue: one that `fuses`, or None.
@@ -259,15 +258,15 @@ def packed_values(
         x, prologue = applied(prologue, x), None
         behind = GROUPS - groups
         x = jnp.pad(x, ((0, 0), (0, behind * slots)))
-        found = packed_values(x, packing, None)[..., :groups]
-        return padded(found)
+        packed = packed_values(x, packing, None)[..., :groups]
+        return padded(packed)
     tiles, missing, layout = -(-groups // GROUPS), -groups % GROUPS, words_layout()
-    given, weights = operands(x, slots, prologue)
+    x_rows, weights = operands(x, slots, prologue)
     whole, first = Share(groups, 1, jnp.int32(0)), begin_of(groups)
 
     def body(x_ref: Any, *refs: Any) -> None:
         *weight, out_ref = refs
-        source = Source(x_ref, weight[0] if weight else None, prologue, dtype, inner)
+        source = ValueSource(x_ref, weight[0] if weight else None, prologue, dtype, inner)
         row, at = (jax.lax.axis_index(axis) for axis in ("row", "tile"))
         scale = None
         if weight:
@@ -297,7 +296,7 @@ def packed_values(
     width = first + tiles * GROUPS + (GROUPS if missing else 0)
     out = jax.ShapeDtypeStruct((rows, packing.count, width), jnp.int32)
     grid = {"tile": tiles + bool(missing), "row": rows}
-    return launch(body, out, grid, by_lane=True)(given, *weights)
+    return launch(body, out, grid, by_lane=True)(x_rows, *weights)
 
 
 def padded(values: Int[Array, "rows count groups"]) -> Int[Array, "rows count padded"]:
@@ -314,7 +313,7 @@ def padded(values: Int[Array, "rows count groups"]) -> Int[Array, "rows count pa
 
 
 def begin_of(groups: int) -> int:
-    """Where the first group lies in what `padded` gives."""
+    """Position of the first group in the output of `padded`."""
     return 3 * GROUPS if groups % GROUPS else 0
 
 
@@ -330,7 +329,7 @@ def step_of(largest: jax.Array, bits: int) -> tuple[jax.Array, jax.Array]:
 
 
 def rounded(x: jax.Array, bits: int) -> jax.Array:
-    """To whole numbers of so many bits; NaN, which is what an infinity times 0 is, to 0."""
+    """Rounds to whole numbers of so many bits; NaN, which is what an infinity times 0 is, to 0."""
     from rooflax.ops.mosaic_bytes import nearest
 
     if bits == 16:

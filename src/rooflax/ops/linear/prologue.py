@@ -1,4 +1,4 @@
-"""What may happen to the rows of a matmul before it: a norm, or an activation.
+"""Prologues: operations on the rows of a matmul before it, a norm or an activation.
 
 Called, each is its plain meaning; a backend that can do it while it reads the rows looks at the
 fields instead.
@@ -68,7 +68,7 @@ Prologue = Norm | Activation | ClampedSwiglu
 
 
 def taken_prologue(prologue: P) -> P:
-    """With copies of what lies in stacks."""
+    """Copies the prologue's weights out of stacks."""
     if not isinstance(prologue, Norm):
         return prologue
     return replace(prologue, weight=taken(prologue.weight), bias=taken(prologue.bias))

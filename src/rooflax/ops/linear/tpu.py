@@ -113,7 +113,7 @@ def _rounded(x: jax.Array, w: Quantized) -> tuple[jax.Array, jax.Array | None]:
 
 
 def _halves(x: Num[Array, "rows in"]) -> Num[Array, "2 rows half"]:
-    """What meets the low and what meets the high halves of a nibble weight's bytes."""
+    """Inputs for the low and for the high halves of a nibble weight's bytes."""
     groups = x.reshape(x.shape[0], -1, 2, GROUP // 2)
     return jnp.moveaxis(groups, 2, 0).reshape(2, x.shape[0], -1)
 
@@ -213,7 +213,7 @@ PRODUCT = (((1,), (0,)), ((), ()))
 
 
 def _operands(x: Any, dtype: Any, code: str) -> list[Any]:
-    """What is multiplied one after the other with weights of a type.
+    """Operands to multiply, one after the other, with weights of a type.
 
     Args:
         dtype: of what stands for the weights, which bfloat16 holds unless they are unquantised.
@@ -228,12 +228,12 @@ def _parts(x: Any) -> list[Any]:
     the next eight and the rest."""
     if x.dtype != jnp.float32:
         return [x.astype(jnp.float32)]
-    found = []
+    parts = []
     for _ in range(2):
         bits = jax.lax.bitcast_convert_type(x, jnp.int32) & -(1 << 16)
-        found.append(jax.lax.bitcast_convert_type(bits, jnp.float32))
-        x = x - found[-1]
-    return [*found, x]
+        parts.append(jax.lax.bitcast_convert_type(bits, jnp.float32))
+        x = x - parts[-1]
+    return [*parts, x]
 
 
 def _scaled(x: Any, codes: Callable[[int, int], Any], scales: Any, in_halves: bool) -> Any:
@@ -253,11 +253,11 @@ def _scaled(x: Any, codes: Callable[[int, int], Any], scales: Any, in_halves: bo
             group = jnp.where(lane < size // 2, lane, lane - size // 2) >> 4
         count, chunk = size // GROUP, codes(begin, begin + size)
         for part in _parts(x[:, begin : begin + size]):
-            copies = [jnp.where(group == own, part, 0.0) for own in range(count)]
+            copies = [jnp.where(group == number, part, 0.0) for number in range(count)]
             sums = dot(jnp.concatenate(copies).astype(jnp.bfloat16), chunk, PRODUCT)
-            for own in range(count):
-                at = begin // GROUP + own
-                of_group = sums[own * rows : (own + 1) * rows] * scales[at : at + 1]
+            for number in range(count):
+                at = begin // GROUP + number
+                of_group = sums[number * rows : (number + 1) * rows] * scales[at : at + 1]
                 total = of_group if total is None else total + of_group
     return total
 
@@ -271,7 +271,7 @@ def _codes(code: str, values: Any, begin: int, end: int) -> Any:
 
 
 def _weights(code: str, values: Any, scales: Any) -> list[Any]:
-    """What codes stand for, up to the scale of an output; of nibbles both halves."""
+    """Values of codes, up to the scale of an output; of nibbles both halves."""
     if code in ("matrix", "int8"):
         return [values]
     q = values.astype(jnp.int32)

@@ -63,8 +63,8 @@ def route(
         from rooflax.ops.moe import gpu_route
 
         if gpu_route.unsupported(router_logits, experts_per_token) is None:
-            how = {"renormalise": renormalise, "scale": scale}
-            return gpu_route.routes(router_logits, experts_per_token, **how)
+            options = {"renormalise": renormalise, "scale": scale}
+            return gpu_route.routes(router_logits, experts_per_token, **options)
     of_groups = _of_groups(router_logits.astype(jnp.float32), groups, 1)
     top, ids = jax.lax.top_k(of_groups, experts_per_token)
     among = top if renormalise else router_logits.astype(jnp.float32)
@@ -152,17 +152,17 @@ def experts(
     Raises:
         RequestError: the named implementation is not here, or does not take these arguments.
     """
-    how: dict[str, Any] = {"activation": activation, "method": method, "num_tokens": num_tokens}
-    how |= {"residual": residual, "norm": norm}
+    options: dict[str, Any] = {"activation": activation, "method": method, "num_tokens": num_tokens}
+    options |= {"residual": residual, "norm": norm}
     branch = next((leaf for leaf in (gate_up, down) if isinstance(leaf, Branch)), None)
     if branch is not None:  # its stacks have some layers, and those of vectors have all
-        how |= {"norm": taken_prologue(norm), "implementation": implementation}
+        options |= {"norm": taken_prologue(norm), "implementation": implementation}
 
         def run(one: Operand) -> Array:
             up, out = (one if leaf is branch else leaf for leaf in (gate_up, down))
             biases = taken(gate_up_bias), taken(down_bias)
-            return experts(x, expert_ids, expert_weights, up, biases[0], out, biases[1], **how)
+            return experts(x, expert_ids, expert_weights, up, biases[0], out, biases[1], **options)
 
         return branch.branch(run)
     leaves = (gate_up, gate_up_bias, down, down_bias)
-    return EXPERTS(implementation, MoeArgs.of(x, expert_ids, expert_weights, *leaves, **how))
+    return EXPERTS(implementation, MoeArgs.of(x, expert_ids, expert_weights, *leaves, **options))

@@ -1,4 +1,4 @@
-"""What a backend of experts is given."""
+"""Arguments of a backend of experts."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ class MoeArgs:
         gate_up_bias: Array | StackMember | None,
         down: Array | Operand,
         down_bias: Array | StackMember | None,
-        **how: Any,
+        **options: Any,
     ) -> MoeArgs:
-        """Of leaves."""
+        """Reads the leaves."""
         up = Experts(*as_operand(gate_up, stack=1).in_stack(), gate_up_bias)
         out = Experts(*as_operand(down, stack=1).in_stack(), down_bias)
-        return MoeArgs(x, expert_ids, expert_weights, up, out, **how)
+        return MoeArgs(x, expert_ids, expert_weights, up, out, **options)
 
     @property
     def num_experts(self) -> int:

@@ -1,5 +1,5 @@
-"""Which experts a token goes to, on a GPU: a warpgroup has a token's logits in registers, and takes
-the highest of them, one after the other. XLA would launch five kernels.
+"""Routing on a GPU: a warpgroup has a token's logits in registers and selects the highest, one
+after the other. XLA would launch five kernels.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def routes(
 
 
 def unsupported(logits: Float[Array, "tokens experts"], chosen: int) -> str | None:
-    """Why `routes` does not take these."""
+    """Reason why `routes` does not support these arguments."""
     count = logits.shape[1]
     if count % TILE or count > MOST_EXPERTS or chosen > MOST_CHOSEN:
         return f"the routes' GPU kernel takes experts by {TILE}, not {chosen} of {count}"

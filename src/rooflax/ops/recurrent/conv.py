@@ -73,13 +73,13 @@ def _with_tails(
     old = tails.at[sequence, :, jnp.clip(number + length, 0, length - 1)].get(
         mode="promise_in_bounds"
     )
-    found = jnp.where((number >= 0)[..., None], new, old)  # [R, targets, tail, channels]
-    found = jnp.swapaxes(found, 2, 3).reshape(-1, *pool.shape[1:])
-    return pool.at[runs.targets.reshape(-1)].set(found, mode="drop")
+    new_tails = jnp.where((number >= 0)[..., None], new, old)  # [R, targets, tail, channels]
+    new_tails = jnp.swapaxes(new_tails, 2, 3).reshape(-1, *pool.shape[1:])
+    return pool.at[runs.targets.reshape(-1)].set(new_tails, mode="drop")
 
 
 def _native(flat: Array, kernel: Array, pool: Array, runs: Runs) -> tuple[Array, Array]:
-    """In place."""
+    """Runs the native kernel, in place."""
     out = [jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in (flat, pool)]
     call = jax.ffi.ffi_call("rooflax_causal_conv", out, input_output_aliases={2: 1})
     y, pool = call(flat, kernel, pool, *runs.numbers())

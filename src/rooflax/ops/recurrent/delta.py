@@ -18,7 +18,7 @@ GRID = 64
 
 
 class DeltaInputs(NamedTuple):
-    """Of each token, float32; `heads` are those of keys, `group` the values of each.
+    """Inputs of each token, float32; `heads` are those of keys, `group` the values of each.
 
     Attributes:
         q, k: of any length.
@@ -60,7 +60,7 @@ def delta_rule(
 
 
 def _unit(inputs: DeltaInputs, eps: float) -> DeltaInputs:
-    """With q and k of length one, and q scaled."""
+    """Normalizes q and k to length one, and scales q."""
     q, k = (
         x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + eps)
         for x in (inputs.q, inputs.k)
@@ -155,8 +155,7 @@ def by_piece(inputs: DeltaInputs, pool: Array, runs: Runs, eps: float) -> tuple[
 
 
 def _pieces(runs: Runs) -> tuple[Int[Array, " R"], Int[Array, ""]]:
-    """Of each sequence the number of its first piece, beyond all where it has none, and how many
-    there are."""
+    """First piece of each sequence, beyond all if it has none, and their number."""
     last = runs.positions + runs.lens - 1
     counts = jnp.where(runs.lens > 0, last // GRID - runs.positions // GRID + 1, 0)
     ends = jnp.cumsum(counts)
@@ -164,7 +163,7 @@ def _pieces(runs: Runs) -> tuple[Int[Array, " R"], Int[Array, ""]]:
 
 
 def _piece(x: DeltaInputs, state: Array, count: Array) -> tuple[Array, Array]:
-    """o and the state after the first `count` tokens; what follows them is nobody's."""
+    """o and the state after the first `count` tokens; what follows them is unspecified."""
     is_own = jnp.arange(len(x.g), dtype=jnp.int32) < count
     beta, g = (jnp.where(is_own[:, None, None], a, 0.0) for a in (x.beta, x.g))
     k = jnp.where(is_own[:, None, None], x.k, 0.0)

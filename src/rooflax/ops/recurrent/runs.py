@@ -1,4 +1,4 @@
-"""`Runs`: which tokens of a list are whose, which state they go on from, and where states go."""
+"""`Runs`: the sequence of each token in a list, its initial state, and the place of its new one."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Runs:
     grid: int = field(metadata={"static": True})
 
     def numbers(self) -> tuple[Array, ...]:
-        """What the native kernels read."""
-        own = (self.starts, self.lens, self.rows, self.is_new, self.targets, self.reached)
-        return tuple(x.astype(jnp.int32) for x in own)
+        """Arrays that the native kernels read."""
+        columns = (self.starts, self.lens, self.rows, self.is_new, self.targets, self.reached)
+        return tuple(x.astype(jnp.int32) for x in columns)
 
     def states(self, pool: Float[Array, "rows ..."]) -> Float[Array, "R ..."]:
-        """Of each sequence, before its tokens."""
-        found = pool.at[self.rows].get(mode="clip")
+        """States of each sequence before its tokens."""
+        rows = pool.at[self.rows].get(mode="clip")
         is_new = self.is_new.reshape(-1, *[1] * (pool.ndim - 1))
-        return jnp.where(is_new, jnp.zeros_like(found), found)
+        return jnp.where(is_new, jnp.zeros_like(rows), rows)

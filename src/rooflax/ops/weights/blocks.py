@@ -86,7 +86,7 @@ class Block(Quantized):
 
     @classmethod
     def scale_shape(cls, groups: int) -> tuple[int, ...]:
-        """Of a panel's scales as they are stored."""
+        """Stored shape of a panel's scales."""
         return groups, PANEL
 
     @classmethod
@@ -133,8 +133,8 @@ class Block(Quantized):
     @classmethod
     def are_finite(cls, scales: np.ndarray) -> np.ndarray:
         scale, minimum = cls.factors_of(scales)
-        found = np.isfinite(scale).all(axis=-1)
-        return found if minimum is None else found & np.isfinite(minimum).all(axis=-1)
+        is_finite = np.isfinite(scale).all(axis=-1)
+        return is_finite if minimum is None else is_finite & np.isfinite(minimum).all(axis=-1)
 
     @classmethod
     def pack_codes(cls, codes: np.ndarray) -> np.ndarray:
@@ -190,8 +190,8 @@ class Block(Quantized):
         values = self.values.at[panel, :, :, lane].get(mode="promise_in_bounds")
         codes = self.unpack_codes(values[..., None, :])
         scales = self.scales.at[panel].get(mode="promise_in_bounds")
-        own = jnp.take_along_axis(scales, lane.reshape(-1, *(1,) * (scales.ndim - 1)), axis=-1)
-        scale, minimum = self.stored_factors(own)
+        packed = jnp.take_along_axis(scales, lane.reshape(-1, *(1,) * (scales.ndim - 1)), axis=-1)
+        scale, minimum = self.stored_factors(packed)
         factors = scale[..., 0, :], None if minimum is None else minimum[..., 0, :]
         return self.weighted(codes[:, 0], factors).reshape(*ids.shape, self.inner)
 
@@ -254,30 +254,30 @@ class Supers(Block):
         shared = (by_super & 0xFFFFFFFF).astype(np.uint32)
         if (shared != shared[:, :, :1]).any():
             raise ValueError("groups of one block have other scales")
-        own = (by_super >> 32).astype(np.uint32)
-        return np.concatenate([shared[:, :, :1], own[:, :, ::2] | own[:, :, 1::2] << 16], axis=2)
+        subs = (by_super >> 32).astype(np.uint32)
+        return np.concatenate([shared[:, :, :1], subs[:, :, ::2] | subs[:, :, 1::2] << 16], axis=2)
 
     @classmethod
     def unpack_scales(cls, scales: np.ndarray) -> np.ndarray:
-        shared, own = cls._fields(scales)
-        both = shared.astype(np.uint64) | own.astype(np.uint64) << np.uint64(32)
+        shared, subs = cls._fields(scales)
+        both = shared.astype(np.uint64) | subs.astype(np.uint64) << np.uint64(32)
         return both.reshape(*scales.shape[:-3], -1, PANEL)
 
     @staticmethod
     def _fields(scales: Any) -> tuple[Any, Any]:
         """Float16s [..., supers, 1, 16] and bytes [..., supers, groups, 16] of stored scales."""
         words = scales[..., 1:, None, :]
-        own = namespace(words).concatenate([words & 0xFFFF, words >> 16], axis=-2)
-        return scales[..., :1, :], own.reshape(*own.shape[:-3], -1, own.shape[-1])
+        subs = namespace(words).concatenate([words & 0xFFFF, words >> 16], axis=-2)
+        return scales[..., :1, :], subs.reshape(*subs.shape[:-3], -1, subs.shape[-1])
 
     @classmethod
     def stored_factors(cls, scales: Any) -> tuple[Any, Any]:
-        shared, own = cls._fields(scales)
+        shared, subs = cls._fields(scales)
 
         def by_group(factor: Any) -> Any:
             return factor.reshape(*factor.shape[:-4], -1, *factor.shape[-2:])
 
-        scale, minimum = cls.products(_half(shared), _half(shared >> 16), own & 255, own >> 8)
+        scale, minimum = cls.products(_half(shared), _half(shared >> 16), subs & 255, subs >> 8)
         return by_group(scale), None if minimum is None else by_group(minimum)
 
     @classmethod
@@ -285,8 +285,8 @@ class Supers(Block):
         if scales.dtype == np.uint32:  # as they are stored
             return cls.stored_factors(scales)
         shared = (scales & 0xFFFFFFFF).astype(np.uint32)
-        own = (scales >> 32).astype(np.uint32)
-        return cls.products(_half(shared), _half(shared >> 16), own & 255, own >> 8)
+        subs = (scales >> 32).astype(np.uint32)
+        return cls.products(_half(shared), _half(shared >> 16), subs & 255, subs >> 8)
 
     @classmethod
     def products(cls, scale: Any, minimum: Any, first: Any, second: Any) -> tuple[Any, Any]:
@@ -294,10 +294,10 @@ class Supers(Block):
         raise NotImplementedError
 
     @classmethod
-    def signed(cls, scale: Any, *own: Any) -> Any:
+    def signed(cls, scale: Any, *subs: Any) -> Any:
         """A shared number times bytes that are signed."""
-        xp = namespace(own[0])
-        numbers = [(byte.astype(np.int32) ^ 128) - 128 for byte in own]
+        xp = namespace(subs[0])
+        numbers = [(byte.astype(np.int32) ^ 128) - 128 for byte in subs]
         return xp.stack([scale * number.astype(np.float32) for number in numbers], axis=-1)
 
 
@@ -357,8 +357,8 @@ class Zeros64(Q4K):
     def joined_scales(scales: np.ndarray, zeros: np.ndarray) -> np.ndarray:
         """Scales as `pack` takes them, of float16 and of zero points."""
         shared = scales.view(np.uint16).astype(np.uint64)
-        own = np.uint64(1) | zeros.astype(np.uint64) << np.uint64(8)
-        return shared | shared << np.uint64(16) | own << np.uint64(32)
+        subs = np.uint64(1) | zeros.astype(np.uint64) << np.uint64(8)
+        return shared | shared << np.uint64(16) | subs << np.uint64(32)
 
 
 class Zeros128(Zeros64):
@@ -432,8 +432,8 @@ class Q6K(Supers):
     @classmethod
     def from_blocks(cls, kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         codes = _planes(blocks[..., :128], 64, 4) | _planes(blocks[..., 128:192], 32, 2) << 4
-        own = blocks[..., 192:208]
-        return _by_group(codes, _shared(blocks[..., 208:210]), own[..., ::2], own[..., 1::2])
+        subs = blocks[..., 192:208]
+        return _by_group(codes, _shared(blocks[..., 208:210]), subs[..., ::2], subs[..., 1::2])
 
 
 class Q3K(Q6K):
@@ -448,9 +448,9 @@ class Q3K(Q6K):
         codes = _planes(blocks[..., 32:96], 32, 2) | _planes(blocks[..., :32], 32, 1) << 2
         low = blocks[..., None, 96:104] >> np.array([[0], [4]], np.uint8) & 15
         high = blocks[..., None, 104:108] >> np.array([[0], [2], [4], [6]], np.uint8) & 3
-        own = low.reshape(*blocks.shape[:-1], 16) | high.reshape(*blocks.shape[:-1], 16) << 4
-        own = own - np.uint8(32)  # signed, in a byte
-        return _by_group(codes, _shared(blocks[..., 108:110]), own[..., ::2], own[..., 1::2])
+        subs = low.reshape(*blocks.shape[:-1], 16) | high.reshape(*blocks.shape[:-1], 16) << 4
+        subs = subs - np.uint8(32)  # signed, in a byte
+        return _by_group(codes, _shared(blocks[..., 108:110]), subs[..., ::2], subs[..., 1::2])
 
 
 class Q2K(Supers):
@@ -462,14 +462,14 @@ class Q2K(Supers):
 
     @classmethod
     def products(cls, scale: Any, minimum: Any, first: Any, second: Any) -> tuple[Any, Any]:
-        own = namespace(first).stack([first, second], axis=-1)
-        scales, minimums = (own & 15).astype(np.float32), (own >> 4).astype(np.float32)
+        subs = namespace(first).stack([first, second], axis=-1)
+        scales, minimums = (subs & 15).astype(np.float32), (subs >> 4).astype(np.float32)
         return scale[..., None] * scales, minimum[..., None] * minimums
 
     @classmethod
     def from_blocks(cls, kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        codes, own = _planes(blocks[..., 16:80], 32, 2), blocks[..., :16]
-        return _by_group(codes, _shared(blocks[..., 80:84]), own[..., ::2], own[..., 1::2])
+        codes, subs = _planes(blocks[..., 16:80], 32, 2), blocks[..., :16]
+        return _by_group(codes, _shared(blocks[..., 80:84]), subs[..., ::2], subs[..., 1::2])
 
 
 class Q50(Halves):
@@ -557,8 +557,8 @@ class Iq4Xs(Supers):
         high = np.ascontiguousarray(blocks[..., 2:4]).view("<u2")  # two bits of each group
         high = (high >> np.arange(0, 16, 2, dtype=np.uint16) & 3).astype(np.uint8)
         low = blocks[..., 4:8, None] >> np.array([0, 4], np.uint8) & 15
-        own = (low.reshape(*blocks.shape[:-1], SUPER) | high << 4) - np.uint8(32)
-        return _by_group(codes, _shared(blocks[..., :2]), own, np.zeros_like(own))
+        subs = (low.reshape(*blocks.shape[:-1], SUPER) | high << 4) - np.uint8(32)
+        return _by_group(codes, _shared(blocks[..., :2]), subs, np.zeros_like(subs))
 
 
 def _half(words: Any) -> Any:
@@ -604,7 +604,7 @@ def _by_group(
         shared: [..., blocks].
         first, second: the groups' bytes, [..., blocks, 8].
     """
-    own = first.astype(np.uint64) | second.astype(np.uint64) << np.uint64(8)
-    scales = shared[..., None].astype(np.uint64) | own << np.uint64(32)
+    subs = first.astype(np.uint64) | second.astype(np.uint64) << np.uint64(8)
+    scales = shared[..., None].astype(np.uint64) | subs << np.uint64(32)
     lead = codes.shape[:-3]
     return codes.reshape(*lead, -1, GROUP), scales.reshape(*lead, -1)

@@ -68,8 +68,8 @@ class Fused(Operand):
             return [None] * len(self.parts)
         lead = outputs.shape[:-1]
         ends = np.cumsum([part.out_shape[self.axis] for part in self.parts])[:-1]
-        found = jnp.split(outputs.reshape(*lead, *self.out_shape), ends, len(lead) + self.axis)
-        return [one.reshape(*lead, -1) for one in found]
+        pieces = jnp.split(outputs.reshape(*lead, *self.out_shape), ends, len(lead) + self.axis)
+        return [one.reshape(*lead, -1) for one in pieces]
 
     def together(self, outputs: Sequence[Array]) -> Array:
         """[..., out] of each part as [..., out] of the whole."""

@@ -42,9 +42,9 @@ def searched_scales(groups: Any, xp: Any, importance: Any = 1) -> Any:
         values = nearest(groups * (np.float32(VALUES[0] * (1 - attempt / STEPS)) / most), xp)
         weighted = weight * values
         total = _sum(weighted * groups, xp)
-        found = total / _sum(weighted * values, xp)
-        gain = found * total
-        scale, best = xp.where(gain > best, found, scale), xp.where(gain > best, gain, best)
+        new_scale = total / _sum(weighted * values, xp)
+        gain = new_scale * total
+        scale, best = xp.where(gain > best, new_scale, scale), xp.where(gain > best, gain, best)
     return xp.clip(scale, -MOST_SCALE, MOST_SCALE)
 
 
@@ -75,7 +75,7 @@ def inverse(scale: Any, xp: Any) -> Any:
 
 
 def _sum(numbers: Any, xp: Any) -> Any:
-    """Of the last axis, on the host one after the other."""
+    """Sum over the last axis, in order on the host."""
     if xp is not np:
         return xp.sum(numbers, axis=-1, keepdims=True)
     return sum(numbers[..., i, None] for i in range(numbers.shape[-1]))

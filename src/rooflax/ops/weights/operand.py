@@ -46,12 +46,12 @@ class Operand:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the numbers that it stands for."""
+        """Dtype of the numbers that it stands for."""
         raise NotImplementedError
 
     @property
     def nbytes(self) -> int:
-        """Of all its arrays."""
+        """Bytes of all its arrays."""
         return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(self))
 
     def split(self, axes: Axes, stack: int = 0, lead: Axes = ()) -> Any:
@@ -69,7 +69,7 @@ class Operand:
         raise NotImplementedError
 
     def in_stack(self) -> tuple[StoredOperand, Int[Array, ""] | None]:
-        """What kernels read: arrays, and the number of the member that is meant; None is all.
+        """Arrays that kernels read, and the number of the stack's member; None is all.
 
         Raises:
             RequestError: it is made of other weights.
@@ -114,11 +114,11 @@ class Wrapper(Composite):
 class Branch(Operand):
     """An operand that is one of several, which the program chooses when it runs.
 
-    `ops.linear.api` asks it for what it does of the one that is meant.
+    `ops.linear.api` calls it with its operation on the selected one.
     """
 
     def branch(self, run: Callable[[Operand], Array]) -> Array:
-        """`run` of the operand that is meant."""
+        """Applies `run` to the selected operand."""
         raise NotImplementedError
 
 
@@ -177,7 +177,7 @@ class StoredOperand(Operand):
         return x
 
     def numbers(self) -> Float[Array, "*stack in out"]:
-        """What it stands for, in float32."""
+        """Numbers in float32."""
         raise NotImplementedError
 
     @property
@@ -236,7 +236,7 @@ class Dense(StoredOperand):
         return self.array if self.table else self.array.T
 
     def split(self, axes: Axes, stack: int = 0, lead: Axes = ()) -> Dense:
-        """Of inputs (or outputs) on several axes, only the first can be split."""
+        """Checks a split: of inputs (or outputs) on several axes, only the first can be split."""
         cut = len(self.out_shape) if self.table else stack + len(self.in_shape)
         both = (axes[stack], axes[cut])
         spec: Any = PartitionSpec(*lead, *axes[:stack], *both)
@@ -365,5 +365,5 @@ def split_leaf(leaf: Any, axes: Axes, stack: int, lead: Axes = ()) -> Any:
 
 
 def packing_of(leaf: Any) -> str | None:
-    """In which order a leaf's codes lie; None where nothing is packed."""
+    """Order of a leaf's packed codes; None if nothing is packed."""
     return leaf.packing if isinstance(leaf, StoredOperand) else None

@@ -41,7 +41,7 @@ class Pairs(StoredOperand):
 
     @staticmethod
     def packed_shape(inner: int, outer: int) -> tuple[int, ...]:
-        """Of the array of a matrix."""
+        """Shape of a packed matrix."""
         return -(-outer // PANEL), -(-inner // BLOCK), BLOCK // 2, PANEL, 2
 
     @property
@@ -80,8 +80,8 @@ class Pairs(StoredOperand):
 
     def take(self, ids: Int[Array, " n"]) -> Float[Array, "n in"]:
         ids = jnp.clip(ids, 0, self.outer - 1)
-        found = self.array.at[ids // PANEL, :, :, ids % PANEL].get(mode="promise_in_bounds")
-        return found.reshape(*ids.shape, -1)[:, : self.inner].astype(jnp.float32)
+        rows = self.array.at[ids // PANEL, :, :, ids % PANEL].get(mode="promise_in_bounds")
+        return rows.reshape(*ids.shape, -1)[:, : self.inner].astype(jnp.float32)
 
     def dot(self, x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
         return dot_general(x, self.matrix(), (((1,), (0,)), ((), ())))

@@ -99,7 +99,7 @@ class Quantized(StoredOperand):
 
     @classmethod
     def decoded(cls, codes: Any) -> Any:
-        """What codes stand for before they are scaled, in float32."""
+        """Values of codes before scaling, in float32."""
         return codes.astype(jnp.float32)
 
     @staticmethod
@@ -119,7 +119,7 @@ class Quantized(StoredOperand):
 
     @classmethod
     def are_finite(cls, scales: np.ndarray) -> np.ndarray:
-        """Which scales make numbers of codes."""
+        """Mask of the finite scales."""
         return np.isfinite(scales)
 
     @classmethod
@@ -197,8 +197,8 @@ class Quantized(StoredOperand):
 
     @property
     def stack(self) -> tuple[int, ...]:
-        own = 2 if self.is_matrix else 5 if self.grouped else 4
-        return self.values.shape[: self.values.ndim - own]
+        num_axes = 2 if self.is_matrix else 5 if self.grouped else 4
+        return self.values.shape[: self.values.ndim - num_axes]
 
     @property
     def dtype(self) -> np.dtype:
@@ -313,7 +313,7 @@ CODES: dict[str, type[Quantized]] = {}
 
 
 def class_of(format: str) -> type[Quantized]:
-    """Of a name in ops.formats."""
+    """Class of a format in ops.formats."""
     return CODES[KNOWN[format].code]
 
 
@@ -405,8 +405,8 @@ def _packed(
             scale = np.pad(scale, ((0, padding),) + ((0, 0),) * (scale.ndim - 1))
         end = at + len(codes) // PANEL
         values[at:end] = kind.pack_codes(codes).reshape(end - at, -1)
-        own = scale.reshape(end - at, PANEL, *scale.shape[1:]).swapaxes(1, -1)
-        scales[at:end] = kind.pack_scales(own).reshape(end - at, -1)
+        panel_scales = scale.reshape(end - at, PANEL, *scale.shape[1:]).swapaxes(1, -1)
+        scales[at:end] = kind.pack_scales(panel_scales).reshape(end - at, -1)
         if kind.has_sums:
             sums[at:end] = codes.sum(axis=1, dtype=np.int32).reshape(-1, PANEL)
         at = end
@@ -439,8 +439,8 @@ def pack_blocks(
     arrays = [aligned_zeros(array.shape, array.dtype) for array in wanted]
     count = rows.size // outer
     values, scales = (array.reshape(-1).view(np.uint8).reshape(count, -1) for array in arrays[:2])
-    for own, value, scale in zip(rows.reshape(-1, outer), values, scales, strict=True):
-        if not pack_rows(kind, own, inner // GROUP, value, scale):
+    for member_rows, value, scale in zip(rows.reshape(-1, outer), values, scales, strict=True):
+        if not pack_rows(kind, member_rows, inner // GROUP, value, scale):
             return None
     return placed(arrays, format, in_shape, out_shape, put)
 

@@ -1,10 +1,11 @@
-"""How families of models write tool calls and reasoning, as data: a file each beside this one."""
+"""Formats of tool calls and reasoning, as data: one file per format."""
 
 from __future__ import annotations
 
 import json
 from functools import cache
 from importlib.resources import files
+from typing import Literal
 
 import msgspec
 
@@ -12,6 +13,7 @@ from rooflax.server.notation import PYTHON, Notation, gemma
 
 CALL_KEYS = ("name", "type", "arguments", "parameters")
 """One of these comes first in a call that is JSON."""
+Style = Literal["json", "named", "tagged", "python", "gemma", "harmony"]
 GENERIC = "generic"
 """Calls of a model whose chat template shows none that are known."""
 HARMONY = "harmony"
@@ -52,7 +54,7 @@ class Tags(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a call is written.
+    """Format of a tool call.
 
     Attributes:
         style: "json" is an object (or a list of them) with name and arguments; in the others the
@@ -70,7 +72,7 @@ class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         grammar: None where calls cannot be forced.
     """
 
-    style: str
+    style: Style
     open: tuple[str, ...]
     close: str | None = None
     arguments_key: str = "arguments"
@@ -86,7 +88,7 @@ class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def notation(self) -> Notation | None:
-        """Of the arguments, if it is one of their own."""
+        """Notation of the arguments, if they are not JSON."""
         if self.style == "python":
             return PYTHON
         return gemma(self.quote) if self.style == "gemma" else None
@@ -154,10 +156,10 @@ class Format(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 @cache
 def formats() -> tuple[Format, ...]:
     """All of them."""
-    found = sorted(path.name for path in files(__name__).iterdir() if path.name.endswith(".json"))
+    names = sorted(path.name for path in files(__name__).iterdir() if path.name.endswith(".json"))
     return tuple(
         msgspec.convert(json.loads((files(__name__) / name).read_text("utf-8")), Format)
-        for name in found
+        for name in names
     )
 
 

@@ -20,7 +20,7 @@ _JSON_ARGS = {"unquoted_keys", "string_delims", "allow_non_json"}
 
 
 class Unreadable(Exception):
-    """Why a response_template is not followed, in a sentence's end."""
+    """Reason why a response_template is not followed, as the end of a sentence."""
 
 
 def read_response_template(spec: Any) -> Format:
@@ -52,10 +52,10 @@ def _reasoning(field: Mapping[str, Any]) -> Reasoning:
 
 
 def _literal(field: Mapping[str, Any], name: str) -> str:
-    found = field.get(name)
-    if not isinstance(found, str) or not found:
+    text = field.get(name)
+    if not isinstance(text, str) or not text:
         raise Unreadable(f"{name} is not one literal text")
-    return found
+    return text
 
 
 def _calls(field: Mapping[str, Any]) -> Calls:
@@ -94,10 +94,10 @@ def _quote(args: Mapping[str, Any]) -> str:
 
 def _around_name(pattern: Any) -> tuple[str, str]:
     """The literal texts around the group `name` of a pattern."""
-    found = _NAMED.fullmatch(pattern) if isinstance(pattern, str) else None
-    if found is None:
+    match = _NAMED.fullmatch(pattern) if isinstance(pattern, str) else None
+    if match is None:
         raise Unreadable("open_pattern is more than a name between two literal texts")
-    return _unescaped(found["head"]), _unescaped(found["tail"])
+    return _unescaped(match["head"]), _unescaped(match["tail"])
 
 
 def _unescaped(pattern: str) -> str:
@@ -105,7 +105,7 @@ def _unescaped(pattern: str) -> str:
     text = re.sub(r"\\s[*?]", "", pattern)
     if re.search(r"(?<!\\)[.^$*+?{}()|\[\]]|\\[A-Za-mo-z0-9]", text):
         raise Unreadable("open_pattern is more than a name between two literal texts")
-    return re.sub(r"\\(.)", lambda found: "\n" if found[1] == "n" else found[1], text)
+    return re.sub(r"\\(.)", lambda match: "\n" if match[1] == "n" else match[1], text)
 
 
 def _check_transform(transform: Any) -> None:
@@ -116,7 +116,7 @@ def _check_transform(transform: Any) -> None:
 
 
 def _like_known(calls: Calls) -> Calls:
-    """With the grammar of a known format that is written alike, or one made of its marks."""
+    """Adds the grammar of a known format with the same marks, or one made of its own."""
     import msgspec
 
     for known in (each.calls for each in formats()):

@@ -47,7 +47,7 @@ def _file(path: str) -> tuple[bytes, dict[str, str]]:
 
 
 async def page(service: Service, request: Request) -> Response:
-    """GET /: the chat page and its files, the same bytes for everybody."""
+    """GET /: the chat page and its files, the same bytes for every client."""
     data, headers = _file(request.url.path)
     if request.headers.get("if-none-match") == headers["etag"]:
         return Response(status_code=304, headers=headers)

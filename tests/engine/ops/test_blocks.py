@@ -16,6 +16,7 @@ from rooflax.ops.weights import CODES, StackMember, class_of, pack, pack_blocks,
 from rooflax.ops.weights.blocks import Block, Supers
 from tests.gguf_cases import HALVES, random_blocks
 from tests.marks import cases
+from tests.support.ops.calls import calls_of, dot, same_alone
 
 pytestmark = pytest.mark.oldest_jax
 
@@ -185,7 +186,6 @@ def test_kernels_with_broken_scales(instruction_set, kind):
 
 product = jax.jit(partial(linear, bias=None, implementation="native"))
 """Compiled once for all instruction sets, which the library chooses among when it runs."""
-head = jax.jit(partial(unembed, implementation="native"))
 selected = jax.jit(lambda x, w, select: cpu.selected_matmul(LinearArgs(x, w, None), select))
 
 
@@ -205,15 +205,13 @@ def test_kernels_multiply_the_numbers(instruction_set, kind, rounds):
     for inner, several in ((64, (1, 33)), (512, ROWS)):
         codes, scales, _ = drawn(kind, inner)
         w = packed(kind, codes, scales, rounds=rounds)
-        for rows in several:
-            x = on_the_grid(rows, inner)
-            np.testing.assert_array_equal(w.activations(x), x)
-            wanted = np.asarray(w.dot(x))
-            scale = np.abs(wanted).max()
-            np.testing.assert_allclose(np.asarray(product(x, w)), wanted, rtol=0, atol=4e-6 * scale)
-            if rows in (1, 33):
-                found = np.asarray(head(x, w))
-                np.testing.assert_allclose(found, wanted, rtol=0, atol=4e-6 * scale)
+        x = on_the_grid(several[-1], inner)
+        np.testing.assert_array_equal(w.activations(x), x)
+        wanted = np.asarray(dot(w, x))
+        found = calls_of(linear, several)(x, w, None) + calls_of(unembed, (1, 33))(x, w)
+        for rows in map(np.asarray, found):
+            near = wanted[: len(rows)]
+            np.testing.assert_allclose(rows, near, rtol=0, atol=4e-6 * np.abs(near).max())
 
 
 @needs_kernels
@@ -224,9 +222,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(instruction_set, kind, roun
     codes, scales, _ = drawn(kind, 256, outer=1000)
     w = packed(kind, codes, scales, rounds=rounds)
     x = jnp.asarray(np.random.default_rng(7).standard_normal((40, 256)), jnp.float32)
-    alone = np.concatenate([np.asarray(product(x[i : i + 1], w)) for i in range(40)])
-    for rows in ROWS:
-        np.testing.assert_array_equal(np.asarray(product(x[:rows], w)), alone[:rows])
+    same_alone(linear, ROWS, x, w, None)
 
 
 @needs_kernels

@@ -1,7 +1,6 @@
 """The native kernels against their references, for every instruction set that is here."""
 
 from dataclasses import replace
-from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from rooflax.ops.linear import Activation, ClampedSwiglu, Norm, cpu, linear, une
 from rooflax.ops.linear.args import LinearArgs
 from rooflax.ops.weights import StackMember, as_operand, quantize
 from tests.marks import cases
+from tests.support.ops.calls import calls_of, dot, native_call, plain, same_alone
 
 pytestmark = [
     pytest.mark.oldest_jax,
@@ -40,38 +40,6 @@ def inputs(rows, inner, outer):
     x = rng.standard_normal((rows, inner)).astype(np.float32)
     w = rng.standard_normal((inner, outer)).astype(np.float32)
     return jnp.asarray(x), w, jnp.asarray(rng.standard_normal(outer).astype(np.float32))
-
-
-@cache
-def native_call(operation):
-    """Compiled once for all instruction sets, which the library chooses among when it runs."""
-    return jax.jit(partial(operation, implementation="native"))
-
-
-@cache
-def calls_of(operation, counts, implementation="native"):
-    """As many first rows as each count says: one program that calls once for each count, because
-    a program for each count compiles for longer than it is looked at."""
-
-    def call(x, *arrays, residual=None, **how):
-        rest = [{} if residual is None else {"residual": residual[:count]} for count in counts]
-        return [
-            operation(x[:count], *arrays, **how, **more, implementation=implementation)
-            for count, more in zip(counts, rest, strict=True)
-        ]
-
-    return jax.jit(call)
-
-
-@cache
-def plain(operation):
-    """By the reference."""
-    return jax.jit(partial(operation, implementation="reference"))
-
-
-@jax.jit
-def dot(packed, x):
-    return packed.dot(x)
 
 
 def product(x, w, bias, *, select=None, **how):
@@ -251,14 +219,6 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(instruction_set, dtype):
     same_alone(linear, (2, 3, 7, 8, 9, 12, 13, 25, 40), x, weight, bias)
     if dtype not in FORMATS:
         same_alone(unembed, (2, 5, 8, 9, 40), x, jnp.asarray(w.T, dtype))
-
-
-def same_alone(operation, counts, x, *arrays):
-    """Rows beside others and each alone."""
-    call, each = native_call(operation), np.split(np.asarray(x), len(x))
-    alone = np.concatenate([np.asarray(call(row, *arrays)) for row in each])
-    for found in calls_of(operation, counts)(x, *arrays):
-        np.testing.assert_array_equal(np.asarray(found), alone[: len(found)])
 
 
 @pytest.mark.parametrize("dtype", cases(["float32", "bfloat16"], every_jax=["float32"]))

@@ -92,6 +92,9 @@ CHOSEN: dict[str, str] = {}
 REFERENCE = pytest.mark.parametrize("implementation", ["reference"], indirect=True)
 
 
+adjust, keep, noise_of = jax.jit(lib._adjust), jax.jit(lib._keep), jax.jit(gumbel)
+
+
 def no_counts(rows, vocab=VOCAB):
     shape = (rows + 1, vocab)
     return TokenCounts(jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32))
@@ -169,7 +172,7 @@ def test_a_draw_is_the_argmax_of_what_numpy_keeps_plus_the_noise(given):
     full = DEFAULTS | given
     ids = np.tile(np.arange(VOCAB, dtype=np.int32), (rows, 1))
     noise = np.asarray(
-        gumbel(
+        noise_of(
             jnp.asarray(seeds, jnp.uint32),
             jnp.zeros(rows, jnp.uint32),
             jnp.arange(rows, dtype=jnp.int32),
@@ -189,12 +192,13 @@ def kept_by_us(logits, given):
     order = np.asarray(jnp.argsort(-scaled, axis=-1, stable=True))
     ordered = jnp.take_along_axis(scaled, jnp.asarray(order), axis=-1)
     total = lib._total(scaled, ordered[:, :1])
-    keep = np.asarray(lib._keep(ordered, total, settings(len(logits), **given)))
-    return [set(order[row][keep[row]].tolist()) for row in range(len(logits))]
+    kept = np.asarray(keep(ordered, total, settings(len(logits), **given)))
+    return [set(order[row][kept[row]].tolist()) for row in range(len(logits))]
 
 
 @pytest.mark.skipif(not goldens.HAVE_TORCH, reason="asks transformers, which is not installed")
 @pytest.mark.parametrize("given", FILTERS, ids=str)
+@REFERENCE
 def test_what_is_kept_equals_transformers_processors(given):
     import torch
     from transformers.generation import logits_process as hf
@@ -390,7 +394,7 @@ def test_penalties_and_bias(given):
     counts, slots, seen = history(rows)
     logits = normal(rows, VOCAB, seed=8) * 3
     full = DEFAULTS | {"bias": {}} | given
-    got = lib._adjust(
+    got = adjust(
         jnp.asarray(logits),
         settings(rows, **given),
         counts.in_prompt[jnp.asarray(slots)],
@@ -412,6 +416,7 @@ def test_penalties_and_bias(given):
 
 
 @pytest.mark.skipif(not goldens.HAVE_TORCH, reason="asks transformers, which is not installed")
+@REFERENCE
 def test_repetition_penalty_equals_transformers():
     import torch
     from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
@@ -420,7 +425,7 @@ def test_repetition_penalty_equals_transformers():
     logits = normal(1, VOCAB, seed=8)
     ids = torch.tensor([np.concatenate(seen[0]).tolist()])
     wanted = RepetitionPenaltyLogitsProcessor(1.3)(ids, torch.tensor(logits))
-    got = lib._adjust(
+    got = adjust(
         jnp.asarray(logits),
         settings(1, repetition_penalty=1.3),
         counts.in_prompt[jnp.asarray(slots)],
@@ -429,6 +434,7 @@ def test_repetition_penalty_equals_transformers():
     np.testing.assert_allclose(got, wanted.numpy(), rtol=1e-6)
 
 
+@REFERENCE
 def test_a_slot_that_changes_hands_forgets_its_former_sequence():
     counts, slots, _ = history(3)
     row, others = int(slots[0]), [int(s) for s in slots[1:]]
@@ -681,29 +687,22 @@ FLAT = {
 }
 
 
-def noise_of(seeds, vocab):
-    """Of every token, for draws at position 5."""
-    zeros = jnp.zeros(len(seeds), jnp.uint32)
-    ids = jnp.broadcast_to(jnp.arange(vocab, dtype=jnp.int32), (len(seeds), vocab))
-    positions = jnp.full(len(seeds), 5, jnp.int32)
-    return np.asarray(gumbel(jnp.asarray(seeds, jnp.uint32), zeros, positions, ids))
+SEEDS = np.arange(4) + 11
 
 
-@pytest.mark.skipif(not is_ready(), reason="the native library was not built")
-@pytest.mark.parametrize("vocab", cases([50_257, 151_936], nightly=[151_936]))
-@pytest.mark.parametrize("kind", FLAT)
-@pytest.mark.parametrize("implementation", ["native"], indirect=True)
-def test_filters_cut_a_flat_row_where_they_should(implementation, instruction_set, kind, vocab):
-    """The token that would win without a filter is the last that survives, or the first that
-    does not: whoever is wrong by one token draws another."""
+@functools.cache
+def cuts_of(kind, vocab):
+    """A row of logits, and filters with the tokens that draws at position 5 then are: filters
+    that end at the token which would win without, and those that end before it."""
     logits = FLAT[kind](rng(vocab), vocab).astype(np.float32)
-    seeds = np.arange(4) + 11
-    noise = noise_of(seeds, vocab)
+    ids = np.broadcast_to(np.arange(vocab, dtype=np.int32), (len(SEEDS), vocab))
+    zeros, positions = np.zeros(len(SEEDS), np.uint32), np.full(len(SEEDS), 5, np.int32)
+    noise = np.asarray(noise_of(SEEDS.astype(np.uint32), zeros, positions, ids))
     order = np.argsort(-logits, kind="stable")
     weights = np.exp(logits[order].astype(np.float64) - logits.max())
     upto = np.cumsum(weights) / weights.sum()
     cuts = []
-    for row in range(len(seeds)):
+    for row in range(len(SEEDS)):
         rank = int(np.flatnonzero(order == np.argmax(logits + noise[row]))[0])
         half = weights[rank] / weights.sum() / 2
         cuts.append((row, {"top_k": rank + 1}, True))
@@ -717,18 +716,31 @@ def test_filters_cut_a_flat_row_where_they_should(implementation, instruction_se
             cuts.append((row, {"min_p": weights[rank] * (1 + 1e-5)}, False))
         both = {"top_k": rank + 1, "top_p": 1 - half / upto[rank]}
         cuts.append((row, both, True))
-    given = {
-        name: [float(cut.get(name, DEFAULTS[name])) for _, cut, _ in cuts]
-        for name in ("top_k", "top_p", "min_p")
-    }
-    of_row = [row for row, _, _ in cuts]
-    full = settings(len(cuts), seed=seeds[of_row], **given)
-    tokens = draw(np.tile(logits, (len(cuts), 1)), full, [5] * len(cuts)).tokens.tolist()
-    for token, (row, cut, survives) in zip(tokens, cuts, strict=True):
+    found = []
+    for row, cut, survives in cuts:
         filters = [float(np.float32(cut.get(n, DEFAULTS[n]))) for n in ("top_p", "min_p")]
         kept, scaled = kept_by_hand(logits, 1.0, cut.get("top_k", 0), *filters)
         wanted = kept[np.argmax(scaled.astype(np.float32) + noise[row, kept])]
         assert (wanted == np.argmax(logits + noise[row])) == survives, cut
+        found.append((row, cut, int(wanted)))
+    return logits, found
+
+
+@pytest.mark.skipif(not is_ready(), reason="the native library was not built")
+@pytest.mark.parametrize("vocab", cases([50_257, 151_936], nightly=[151_936]))
+@pytest.mark.parametrize("kind", FLAT)
+@pytest.mark.parametrize("implementation", ["native"], indirect=True)
+def test_filters_cut_a_flat_row_where_they_should(implementation, instruction_set, kind, vocab):
+    """The token that would win without a filter is the last that survives, or the first that
+    does not: whoever is wrong by one token draws another."""
+    logits, cuts = cuts_of(kind, vocab)
+    given = {
+        name: [float(cut.get(name, DEFAULTS[name])) for _, cut, _ in cuts]
+        for name in ("top_k", "top_p", "min_p")
+    }
+    full = settings(len(cuts), seed=SEEDS[[row for row, _, _ in cuts]], **given)
+    tokens = draw(np.tile(logits, (len(cuts), 1)), full, [5] * len(cuts)).tokens.tolist()
+    for token, (_, cut, wanted) in zip(tokens, cuts, strict=True):
         assert token == wanted, cut
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -113,16 +113,18 @@ class AsyncLLM:
         plan = make_plan(model, **settings)
         if not (plan.options.use_cache and plan.options.jit):
             raise RequestError("AsyncLLM needs the KV cache and jit; use LLM to run without them.")
-        if serving["loras"]:
+        if serving["loras"] or serving["max_loras"]:
             names = ("loras", "max_loras", "max_lora_rank")
             plan = plan.with_bank(*(serving[name] for name in names))
-        elif serving["max_loras"] or serving["max_lora_rank"]:
-            raise RequestError("max_loras and max_lora_rank are for `loras`; give these too.")
+        elif serving["max_lora_rank"]:
+            raise RequestError("max_lora_rank is for `loras` and `max_loras`; give one of these.")
         plan = plan.serving(
             max_tokens_per_step=serving["max_tokens_per_step"], num_blocks=serving["kv_blocks"]
         )
         self.llm = LLM(plan, check=check, progress=progress)
         self._bank, self._loading = plan.bank, asyncio.Lock()
+        self._leaving, self._uses = set[str](), Counter[int]()  # adapters; and of slots, requests
+        self._is_unused = asyncio.Event()
         pooling = plan.info.pooling  # such a model embeds or scores, and does nothing else
         self._pooler = pooling and pooling.pooler
         engine = self._engine()
@@ -173,7 +175,8 @@ class AsyncLLM:
     def loras(self) -> dict[str, Path]:
         """The adapters that requests may choose: their names and folders."""
         bank = self._bank.adapters if self._bank else ()
-        return {one[0]: one[1].folder for one in bank if one is not None}
+        present = (one for one in bank if one is not None and one[0] not in self._leaving)
+        return {name: adapter.folder for name, adapter in present}
 
     async def load_lora(self, name: str, folder: str | Path) -> None:
         """One more adapter for requests to choose, in a free slot; nothing compiles.
@@ -182,7 +185,7 @@ class AsyncLLM:
             RooflaxError: there are no slots, none is free, or the adapter does not fit.
         """
         if self._bank is None:
-            raise RequestError("There are no slots of adapters; start with `loras`.")
+            raise RequestError("There are no slots of adapters; start with `loras` or `max_loras`.")
         info = self.llm.info
         async with self._loading:  # one after the other: each starts from the latest bank
             bank = await self._in_thread(partial(self._bank.with_adapter, name, str(folder), info))
@@ -190,11 +193,41 @@ class AsyncLLM:
             self.llm.model = self._thread.engine.runner.model = model
             self._bank = bank
 
+    async def unload_lora(self, name: str) -> None:
+        """Refuses new requests for an adapter, waits for its open ones, and frees its slot.
+
+        Raises:
+            RequestError: there is no such adapter.
+        """
+        slot, _ = self._adapter(name)
+        if slot == 0:
+            raise RequestError("The model itself is no adapter.")
+        self._leaving.add(name)
+        try:
+            while self._uses[slot] > 0:
+                self._is_unused.clear()
+                await self._is_unused.wait()
+            async with self._loading:
+                assert self._bank is not None
+                self._bank = self._bank.without(name)
+        finally:
+            self._leaving.discard(name)
+
+    @contextlib.contextmanager
+    def _using(self, slot: int) -> Iterator[None]:
+        """Keeps an adapter's slot until the block ends."""
+        self._uses[slot] += 1
+        try:
+            yield
+        finally:
+            self._uses[slot] -= 1
+            self._is_unused.set()
+
     def _adapter(self, name: str | None) -> tuple[int, str]:
         """An adapter's slot and digest."""
         if name is None:
             return 0, ""
-        if self._bank is None:
+        if self._bank is None or name in self._leaving:
             raise RequestError(f"lora is {name!r:.80}; there is none.", param="lora")
         return self._bank.slot(name)
 
@@ -230,31 +263,33 @@ class AsyncLLM:
         if self._pooler is not None:
             raise RequestError(f"{self.llm.info.name} embeds texts or scores them; it writes none.")
         (one_params,) = as_params(params, 1, sampling)
-        samples = await self._samples(prompt, one_params, cache_salt, self._adapter(lora))
-        if decoders is not None:
-            for sample in samples:
-                sample.decoder = decoders(sample.sequence.sample_index)
-        open_ = {id(sample.sequence): sample for sample in samples}
-        inbox = _Inbox()
-        self._inboxes |= dict.fromkeys(open_, inbox)
-        sequences = [sample.sequence for sample in samples]
-        try:
-            self._thread.submit(sequences)
-        except RooflaxError:
-            self._forget(sequences)
-            raise
-        try:
-            while open_:
-                for output in await inbox.take(self._piece_s * len(self._inboxes)):
-                    sample = open_.get(id(output.sequence))
-                    if sample is not None:
-                        delta = self._take(sample, output)
-                        if delta.completion is not None:
-                            del open_[id(output.sequence)]
-                        yield delta
-        finally:
-            self._thread.abort(sequences)
-            self._forget(sequences)
+        adapter = self._adapter(lora)
+        with self._using(adapter[0]):
+            samples = await self._samples(prompt, one_params, cache_salt, adapter)
+            if decoders is not None:
+                for sample in samples:
+                    sample.decoder = decoders(sample.sequence.sample_index)
+            open_ = {id(sample.sequence): sample for sample in samples}
+            inbox = _Inbox()
+            self._inboxes |= dict.fromkeys(open_, inbox)
+            sequences = [sample.sequence for sample in samples]
+            try:
+                self._thread.submit(sequences)
+            except RooflaxError:
+                self._forget(sequences)
+                raise
+            try:
+                while open_:
+                    for output in await inbox.take(self._piece_s * len(self._inboxes)):
+                        sample = open_.get(id(output.sequence))
+                        if sample is not None:
+                            delta = self._take(sample, output)
+                            if delta.completion is not None:
+                                del open_[id(output.sequence)]
+                            yield delta
+            finally:
+                self._thread.abort(sequences)
+                self._forget(sequences)
 
     async def _samples(
         self, prompt: Prompt, params: SamplingParams, cache_salt: str, adapter: tuple[int, str]

@@ -1,7 +1,9 @@
 """Several adapters beside one model: each row has its own, or none, whoever else is there."""
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import openai
@@ -165,7 +167,7 @@ def test_an_unknown_adapter_is_named(server):
         (["a={dora}"], {}, "adapter a is a DoRA, which is not served beside others"),
         (["a={few}", "b={all}"], {"max_loras": 1}, "max_loras is 1, and 2 adapters are given"),
         (["a={large}"], {"max_lora_rank": 4}, "max_lora_rank is 4, and an adapter has 9"),
-        ([], {"max_loras": 2}, "max_loras and max_lora_rank are for `loras`"),
+        ([], {"max_lora_rank": 2}, "max_lora_rank is for `loras` and `max_loras`"),
     ],
 )
 def test_adapters_that_cannot_be_served(base, adapters, loras, how, message):
@@ -201,6 +203,58 @@ def test_openais_client_names_adapters_as_models(tmp_path):
         assert f"vllm:lora_requests_info{{{said}}}" in text
         with pytest.raises(openai.NotFoundError, match="one, two"):
             client.completions.create(model="three", prompt="x")
+
+
+def test_requests_load_and_unload_adapters_of_an_allowed_folder(base, adapters, tmp_path):
+    root = Path(adapters["late"]).parent
+    (root / "out").symlink_to(tmp_path)
+    settings = {"lora_root": str(root), "served_names": ("tiny",)}
+
+    def post(what, name, **more):
+        return served.http.post(f"/v1/{what}_lora_adapter", json={"lora_name": name} | more)
+
+    def said(model):
+        body = {"model": model, "prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0}
+        answer = served.http.post("/v1/completions", json=body)
+        return answer.status_code, answer.json().get("choices")
+
+    def make(_):
+        return AsyncLLM(base, max_num_seqs=2, max_loras=1)
+
+    with serving(make, **settings) as served:
+        alone = said("tiny")
+        for path in ("..", "/", "out", "missing", "late/adapter_config.json", "\0"):
+            answer = post("load", "late", lora_path=path)
+            assert answer.status_code == 400 and "no folder inside" in answer.text, path
+        assert post("load", "tiny", lora_path="late").status_code == 400
+        assert post("load", "d", lora_path="dora").status_code == 400
+        answer = post("load", "late", lora_path="late")
+        assert answer.text == "Success: LoRA adapter 'late' added successfully."
+        assert post("load", "more", lora_path="few").status_code == 400  # no slot is free
+        assert said("late")[0] == 200 and said("late") != alone
+        body = {
+            "model": "late",
+            "prompt": "x",
+            "max_tokens": 60,
+            "stream": True,
+            "ignore_eos": True,
+        }
+        with served.http.stream("POST", "/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            with ThreadPoolExecutor(1) as beside:
+                gone = beside.submit(post, "unload", "late")
+                while said("late")[0] != 404:
+                    pass
+                rest = [line for line in lines if line.startswith("data: ")]
+                assert rest[-1] == "data: [DONE]"  # the open answer ended as it would have
+                assert gone.result().text == "Success: LoRA adapter 'late' removed successfully."
+        assert post("unload", "late").status_code == 404
+        assert post("load", "more", lora_path=adapters["few"]).status_code == 200
+        assert said("tiny") == alone
+    with serving(make) as served:
+        assert post("load", "late", lora_path="late").status_code == 404
+        assert post("unload", "late").status_code == 404
 
 
 def test_no_adapter_takes_the_models_name(tmp_path):

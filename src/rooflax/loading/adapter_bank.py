@@ -13,6 +13,8 @@ from rooflax.models.adapters import HEAD, banked, targets
 from rooflax.models.model import Model
 
 MOST_CHARACTERS = 200
+DEFAULT_RANK = 16
+"""Of slots without an adapter at the start."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +88,20 @@ class Bank:
         adapters[adapters.index(None)] = name, adapter
         return replace(self, adapters=tuple(adapters))
 
+    def without(self, name: str) -> Bank:
+        """The bank with one less; its slot is free.
+
+        Raises:
+            RequestError: there is none of that name.
+        """
+        freed = self.slot(name)[0] - 1
+        return replace(self, adapters=(*self.adapters[:freed], None, *self.adapters[freed + 1 :]))
+
 
 def open_bank(
     loras: Sequence[str], info: ModelInfo, max_loras: int | None, max_rank: int | None
 ) -> Bank:
-    """The adapters that NAME=DIR name, in slots.
+    """The adapters that NAME=DIR name, in slots; without any, slots for all linear layers.
 
     Raises:
         RooflaxError: a name twice, or no adapter of the model; more than the slots hold.
@@ -108,14 +119,15 @@ def open_bank(
         raise RequestError(
             f"max_loras is {slots}, and {len(named)} adapters are given.", param="max_loras"
         )
-    largest = max(adapter.rank for adapter in named.values())
+    largest = max((adapter.rank for adapter in named.values()), default=DEFAULT_RANK)
     rank = max_rank or largest
-    if largest > rank:
+    if named and largest > rank:
         raise RequestError(
             f"max_lora_rank is {rank}, and an adapter has {largest}.", param="max_lora_rank"
         )
     modules = {module for adapter in named.values() for module in adapter.targets}
     known = targets(info.family, info.config)
+    modules = modules or known.keys() - {HEAD}
     ordered = tuple(module for module in known if module in modules)
     each = (4 * rank * (known[m].inputs + known[m].outputs) for m in ordered)
     filled = (*named.items(), *(None for _ in range(slots - len(named))))

@@ -96,7 +96,8 @@ class ServingSettings(EngineSettings, total=False):
         Several(Text()), "a LoRA adapter that requests choose by NAME as their model: PEFT's "
         "folder", default=(), flags=("--lora", "--lora-modules"), metavar="NAME=DIR")]
     max_loras: Annotated[int | None, _finding(
-        Whole(1, 64), "most adapters", shown_default="as many as are given", metavar="N")]
+        Whole(1, 64), "most adapters; without --lora, of all linear layers",
+        shown_default="as many as are given", metavar="N")]
     max_lora_rank: Annotated[int | None, _finding(
         Whole(1, 512), "the largest rank of an adapter",
         shown_default="that of those that are given", metavar="N")]

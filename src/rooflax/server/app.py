@@ -61,6 +61,8 @@ POSTS: dict[str, tuple[Endpoint, FieldTable]] = {
     "/tokenize": (small.tokenize, tables.TOKENIZE),
     "/detokenize": (small.detokenize, tables.DETOKENIZE),
     "/apply-template": (small.apply_template, tables.TEMPLATE),
+    "/v1/load_lora_adapter": (small.load_lora, tables.LOAD_LORA),
+    "/v1/unload_lora_adapter": (small.unload_lora, tables.UNLOAD_LORA),
 }
 OWN_NAMES = {
     "/v1/chat/completions": {"prompt": "messages"},
@@ -75,6 +77,8 @@ TAKES_NO_PLACE = (
     "/tokenize",
     "/detokenize",
     "/apply-template",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
 )
 GETS: dict[str, Callable[[Service, Request], Awaitable[Response]]] = {
     "/v1/models": small.models,

@@ -103,8 +103,13 @@ class Service:
     @property
     def names(self) -> tuple[str, ...]:
         """Under which the model is served, and then its adapters."""
-        base_names = self.settings.served_names or (self._name,)
+        base_names = self.base_names
         return base_names if self.engine is None else (*base_names, *self.engine.loras)
+
+    @property
+    def base_names(self) -> tuple[str, ...]:
+        """Those of the model without an adapter."""
+        return self.settings.served_names or (self._name,)
 
     def ready(self) -> AsyncLLM:
         """The engine.
@@ -396,7 +401,7 @@ class Service:
             RooflaxError: the request cannot be done, or failed.
         """
         engine = self.ready()
-        lora = model if model in engine.loras else None
+        lora = None if model in ("", *self.base_names) else model
         with self.prompt_tokens(sum(map(len, prompts)), owner):
             streams = [
                 engine.stream(ids, params, cache_salt=cache_salt, lora=lora, decoders=decoders)

@@ -57,6 +57,9 @@ class Settings:
     tells_tokenizer: bool = _answers(
         Flag(), "answer /tokenizer_info, with the chat template", default=False,
         flags=("--tokenizer-info",))
+    lora_root: str | None = _answers(
+        Text(), "folder from which requests may load LoRA adapters",
+        flags=("--allow-lora-loading",), metavar="DIR")
     max_waiting: int = _limits(
         Whole(1), "requests that may wait beside those that run", default=64,
         flags=("--max-num-queued-seqs",), metavar="N")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from rooflax import __version__
 from rooflax.engine.sampling_params import SamplingParams
@@ -20,7 +20,14 @@ from rooflax.server.fields import FieldTable
 from rooflax.server.formats import HARMONY
 from rooflax.server.rendering import efforts, render
 from rooflax.server.service import RETRY_LOADING_S, Service
-from rooflax.server.tables import CHAT, DETOKENIZE, TEMPLATE, TOKENIZE
+from rooflax.server.tables import (
+    CHAT,
+    DETOKENIZE,
+    LOAD_LORA,
+    TEMPLATE,
+    TOKENIZE,
+    UNLOAD_LORA,
+)
 
 _FIELDS = CHAT.schema()["properties"]
 SETTINGS = {name: _FIELDS[name] for name, one in SAMPLING.items() if one.on_page}
@@ -54,8 +61,12 @@ def _card(service: Service, name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _ignored(service: Service) -> list[str] | None:
+    return [] if service.settings.reports_unknown_fields else None
+
+
 def _parsed(service: Service, table: FieldTable, body: Any) -> dict[str, Any]:
-    fields = table.parse(body, ignored=[] if service.settings.reports_unknown_fields else None)
+    fields = table.parse(body, ignored=_ignored(service))
     service.resolve(fields.get("model"))
     return fields
 
@@ -103,6 +114,47 @@ async def apply_template(service: Service, request: Request, body: Any) -> Respo
     prompt = await render(service, fields)
     decode = service.ready().llm.tokenizer.decode
     return Json({"prompt": await service.in_thread(decode, prompt.ids, skip_special_tokens=False)})
+
+
+async def load_lora(service: Service, request: Request, body: Any) -> Response:
+    """POST /v1/load_lora_adapter, as vLLM's: one more adapter, from an allowed folder."""
+    root = _lora_root(service)
+    fields = LOAD_LORA.parse(body, ignored=_ignored(service))
+    name, path = fields["lora_name"], fields["lora_path"]
+    if name in service.base_names:
+        raise ApiError(f"lora_name is {name[:80]!r}, the model's own.", param="lora_name")
+    try:
+        folder = (root / path).resolve()
+        is_inside = folder.is_relative_to(root) and folder.is_dir()
+    except (OSError, ValueError):
+        is_inside = False
+    if not is_inside:
+        raise ApiError("lora_path is no folder inside --allow-lora-loading.", param="lora_path")
+    await service.ready().load_lora(name, folder)
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+
+async def unload_lora(service: Service, request: Request, body: Any) -> Response:
+    """POST /v1/unload_lora_adapter: no new requests; answers once the open ones have ended."""
+    _lora_root(service)
+    name = UNLOAD_LORA.parse(body, ignored=_ignored(service))["lora_name"]
+    if name not in service.ready().loras:
+        said = f"There is no adapter {name[:80]!r}."
+        raise ApiError(said, status=404, code="model_not_found", param="lora_name")
+    await service.ready().unload_lora(name)
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+
+def _lora_root(service: Service) -> Path:
+    """The folder with the adapters that requests may load.
+
+    Raises:
+        ApiError: there is none.
+    """
+    if service.settings.lora_root is None:
+        said = "This server loads no adapters; start it with --allow-lora-loading DIR."
+        raise ApiError(said, status=404, code="route_not_found")
+    return Path(service.settings.lora_root).resolve()
 
 
 async def health(service: Service, request: Request) -> Response:

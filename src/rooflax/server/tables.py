@@ -330,5 +330,11 @@ RERANK = FieldTable(
     Field("cache_salt", str, "only requests of the same salt share cached prompts"),
     label("user"),
 )
+LORA_NAME = Field("lora_name", str, "what requests call the adapter", required=True)
+LOAD_LORA = FieldTable(
+    LORA_NAME,
+    Field("lora_path", str, "its folder, inside --allow-lora-loading", required=True),
+)
+UNLOAD_LORA = FieldTable(LORA_NAME)
 DETOKENIZE = FieldTable(MODEL, Field("tokens", TokenIds, "token ids", required=True))
 TEMPLATE = FieldTable(MODEL, *RENDERING)

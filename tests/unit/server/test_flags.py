@@ -35,6 +35,7 @@ FLAGS = FINDING | CHECK | LENGTH | PRECISION | QUANTIZE | BUDGET | LAYERS | DRAF
     "--watchdog": ["5"], "--stay": [], "--tokenizer-info": [],
     "--max-inflight-per-key": ["3"], "--max-body-bytes": ["1000"],
     "--lora": ["x=DIR"], "--max-loras": ["2"], "--max-lora-rank": ["4"],
+    "--allow-lora-loading": ["DIR"],
 }  # fmt: skip
 
 

@@ -28,7 +28,7 @@ BUILT_FROM = pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 TORCH = $(shell $(BIN)/python -c "import sys; print('torch==2.13.0 transformers==5.23.0 sentence-transformers==6.2.0' if sys.version_info[:2] == (3, 11) else '')" 2>/dev/null)
 
 .PHONY: demo chat unit test coverage real nightly lint style types layers sanitize fuzz goldens docs gpu-compile clean \
-  wheel wheel-aarch64 wheel-check sdist sbom manifests site
+  wheel wheel-aarch64 wheel-check sdist sbom manifests site ray
 
 demo: $(VENV)/.installed
 	@printf '%s' "$$PROMPT"; $(BIN)/rooflax generate --prompt "$$PROMPT" --max-tokens 160 --seed 1
@@ -148,6 +148,17 @@ manifests:
 	  @kubernetes-models/prometheus-operator@6.0.0 @kubernetes-models/keda@2.0.0 @kubernetes-models/gateway-api@2.0.0
 	build/manifests/bin/python tools/manifests.py build/manifests/node_modules
 
+# Two replicas and batches on a Ray cluster of this machine, in an environment of its own. LIBRARY=... as above.
+RAY_VENV = .venv-ray
+ray: $(RAY_VENV)/.installed
+	RAY_USAGE_STATS_ENABLED=0 $(RAY_VENV)/bin/python -m pytest --noconftest -o addopts= -p no:warnings -v tests/ray
+
+$(RAY_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(RAY_VENV)
+	$(RAY_VENV)/bin/python -m pip install --quiet --no-compile 'ray[serve,data]==2.60.0' pytest httpx \
+	  --editable '.[serve]' $(if $(LIBRARY),--config-settings=cmake.define.ROOFLAX_LIBRARY=$(LIBRARY))
+	@touch $@
+
 # The pages as a site, in build/site; a link that leads nowhere is an error.
 SITE_VENV = .venv-site
 site: $(SITE_VENV)/.installed
@@ -192,4 +203,4 @@ $(VENV)/.installed-chat: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(GPU_VENV) $(RELEASE_VENV) $(SITE_VENV) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(GPU_VENV) $(RELEASE_VENV) $(SITE_VENV) $(RAY_VENV) .pytest_cache .ruff_cache .hypothesis build dist

@@ -121,9 +121,6 @@ class TrainConfig:
         metavar="POLICY")
     layers: Literal["unrolled", "scan"] = _field(
         Choice(LAYERS), "how the program has the layers", default="unrolled", metavar="HOW")
-    loss_rows: int | None = _field(
-        Whole(1), "rows whose logits exist at a time", shown_default="all of a micro-batch",
-        metavar="N")
     eval_every: int = _field(
         Whole(), "steps between held-out losses, from step 0; 0 only at the end", default=200,
         metavar="N")
@@ -176,9 +173,6 @@ class TrainConfig:
             if given := [one.name for one in own if getattr(self, one.name) != one.default]:
                 raise RequestError(f"`{given[0]}` is of an adapter; set `fine_tune_type` to lora.")
         self._check_divides("batch_size", self.batch_size, self.micro_batches)
-        if self.loss_rows is not None:
-            rows = self.batch_size // self.micro_batches
-            self._check_divides("rows per micro-batch", rows, self.loss_rows)
         if self.warmup_steps is None and self.epochs is None:
             object.__setattr__(self, "warmup_steps", self.num_steps // 10)
 

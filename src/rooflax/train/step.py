@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from rooflax.models.model import Model
 from rooflax.nn.batch import Batch
-from rooflax.nn.execution import ExecutionOptions
+from rooflax.nn.execution import TrainingOptions
 from rooflax.nn.weights import LAYER_PREFIX, WeightLine
 from rooflax.train.adapters import LoraTraining
 from rooflax.train.config import TrainConfig
@@ -176,9 +176,7 @@ def make_loss_sum(
     Matrices are cast to the computation's dtype; norms, softmax and the loss stay float32.
     """
     skeleton = replace(model, weights={}, rope=None)
-    # The grouped experts loop over a dynamic count, which has no reverse derivative.
-    # XLA's matmuls have gradients, the native kernels have none.
-    options = ExecutionOptions(use_cache=False, layers=config.layers, moe="dense", kernels="xla")
+    options = TrainingOptions(layers=config.layers)
     table = model.table
     dtype = jnp.dtype(config.dtype)
 

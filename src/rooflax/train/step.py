@@ -140,7 +140,7 @@ def make_train_step(
         rows = batch.mask.shape[0]
         seeds = state.step * rows + jnp.arange(rows, dtype=jnp.int32)
         part = jax.value_and_grad(lambda w, b: loss_sum(w, fixed, *b) * scale)
-        loss, grads = _accumulate(part, state.weights, (batch, seeds), config.micro_batches)
+        loss, grads = _accumulate(part, state.weights, (batch, seeds), config.micro_batches or 1)
         norm = global_norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.weights)
         weights = cast(dict[str, Any], optax.apply_updates(state.weights, updates))
@@ -156,7 +156,7 @@ def make_eval_step(
     loss_sum = make_loss_sum(model, replace(config, remat=None), lora)
 
     def evaluate(weights: Any, fixed: Any, batch: PackedBatch) -> tuple[Any, Any]:
-        micro = _split_rows(batch, config.micro_batches)
+        micro = _split_rows(batch, config.micro_batches or 1)
         sums = jax.lax.map(lambda part: loss_sum(weights, fixed, part), micro)
         return jnp.sum(sums), jnp.sum(batch.mask)
 

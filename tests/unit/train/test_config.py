@@ -14,7 +14,7 @@ POSITIVE = ("steps", "tokens", "batch_size", "seq_len", "micro_batches",
             "eval_batches", "keep", "patience", "lora_rank",
             "num_layers")  # fmt: skip
 NOT_NEGATIVE = ("warmup_steps", "seed", "eval_every", "checkpoint_every")
-MAY_BE_NONE = ("warmup_steps",)
+MAY_BE_NONE = ("warmup_steps", "micro_batches")
 FLAGS = ("save_best", "use_rslora")
 TEXTS = ("target_modules",)
 NUMBERS = ("learning_rate", "min_lr_ratio", "weight_decay", "clip_norm", "beta1", "beta2",
@@ -140,6 +140,17 @@ def test_tokens_become_whole_steps(tokens, steps):
 def test_rows_divide():
     with pytest.raises(RequestError, match=r"batch_size is 6, .* multiple of 4"):
         make(batch_size=6, micro_batches=4)
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "given", "found"),
+    [(16, 512, None, 8), (16, 256, None, 4), (6, 256, None, 2), (5, 300, None, 5), (4, 64, None, 1),
+     (4, 4096, None, 4), (16, 512, 2, 2)],
+)  # fmt: skip
+def test_micro_batches_are_chosen(batch, length, given, found):
+    config = make(batch_size=batch, seq_len=length, micro_batches=given)
+    assert config.resolved(0, 1024).micro_batches == found
+    assert config.resolved(0).micro_batches == (given or 1)
 
 
 def test_frozen():

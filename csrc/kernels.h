@@ -241,6 +241,34 @@ struct AttendArgs {
   Width width;
 };
 
+// Queries, and keys, of a tile of attention over whole sequences.
+constexpr int64_t kWholeBlock = 64;
+
+// What queries of a tile see of its keys.
+enum class Sight : uint8_t { kNothing, kSome, kAll };
+
+// A head's queries of one tile, beside the keys of its sequence. Query i sees the keys of its segment whose
+// positions are above low[i] and at most high[i].
+struct WholeArgs {
+  int64_t head_dim;  // whole vectors
+  int64_t queries, query_step;  // query_step: numbers from one of q, out, d_out and dq to the next
+  const float* q;
+  const int32_t *low, *high, *segments;  // [queries]
+  int64_t keys, key_step;
+  const float *k, *v;  // [keys, head_dim]
+  const float *k_turned, *v_turned;  // transposed: [head_dim, key_step], filled up with zeros
+  const int32_t *positions, *key_segments;  // [key_step]; no query sees what is behind the keys
+  const Sight* sight;  // of each tile's keys
+  const float* sink;  // or null
+  float scale;
+  float* out;  // of `whole_backward` it is read, as the next
+  float* log_sums;  // [queries]: of the exponentials of all scores, the sink's too
+  // Of `whole_backward`: the keys in [begin, end), whole tiles. It adds to dk and dv, [keys, head_dim].
+  int64_t begin, end;
+  const float* d_out;
+  float *dq, *dk, *dv;
+};
+
 constexpr int64_t kLevels = 4;  // of `sums_above`
 
 // The i of the largest x[i] + noise[i], the first of equals, among those that survive: x[i] above
@@ -298,6 +326,8 @@ struct Kernels {
   void (*attend)(const AttendArgs&);
   // Where it is not null: queries of bfloat16, pools of bfloat16, head_dim a multiple of kTermBlock.
   void (*attend_halves)(const AttendArgs&);
+  void (*whole)(const WholeArgs&);
+  void (*whole_backward)(const WholeArgs&);
   // Index of the largest: the first of equals, the first NaN if there is one.
   int64_t (*argmax)(const float* x, int64_t count);
   // Indices from `begin` on of values above `least`, until `room` of them are found: how many, and

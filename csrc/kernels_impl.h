@@ -43,6 +43,7 @@ namespace {
 #include "impl_blocks.h"
 #include "impl_codes.h"
 #include "impl_attention.h"
+#include "impl_whole.h"
 #include "impl_delta.h"
 #endif
 
@@ -56,7 +57,7 @@ const Kernels kKernels = {ROOFLAX_ISA_NAME, kTileRows,   false,              kRo
                           MatmulPart,       AddParts,    Pairs,              Unembed,
                           RunBefore,        Rotate,      QuantizeRow,        QuantizeGroups,
                           Narrow,           Widen,       Bytes,              Packed,
-                          Attend,            nullptr,
+                          Attend,           nullptr,     Whole,              WholeBackward,
                           Argmax,           Above,       ExpTotal,           ExpEach,
                           SumsAbove,        Draw,        kColumnsAtOnce,     Delta};
 #endif

@@ -2,6 +2,7 @@
 // among threads. Built with sanitizers by `make sanitize`; knows neither XLA nor Python.
 
 #include <algorithm>
+#include <climits>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -548,6 +549,100 @@ void TestAttend(int64_t head_dim, int64_t count, int64_t queries, rooflax::Width
 }
 
 // What is above a value, gathered in pieces of `room`; the last lanes have no neighbours to read.
+// A head's queries over its sequence, tile by tile, and its gradients; beside plain loops in double.
+void TestWhole(int64_t head_dim, int64_t count, bool apart) {
+  using rooflax::kWholeBlock, rooflax::Sight;
+  const int64_t heads = 2, step = (count + kPanel - 1) / kPanel * kPanel, tiles = (count + kWholeBlock - 1) / kWholeBlock;
+  const auto size = static_cast<size_t>(count * heads * head_dim);
+  const auto q = Random(count * heads * head_dim, 1), d_out = Random(count * heads * head_dim, 2);
+  const auto k = Random(count * head_dim, 3), v = Random(count * head_dim, 4);
+  std::vector<float> k_turned(static_cast<size_t>(step * head_dim)), v_turned(k_turned.size());
+  for (int64_t j = 0; j < count; ++j) {
+    for (int64_t d = 0; d < head_dim; ++d) {
+      k_turned[static_cast<size_t>(d * step + j)] = k[static_cast<size_t>(j * head_dim + d)];
+      v_turned[static_cast<size_t>(d * step + j)] = v[static_cast<size_t>(j * head_dim + d)];
+    }
+  }
+  // Documents of 50 tokens with windows of 20 and a sink, or one of all; the first query sees nothing.
+  const auto n = static_cast<size_t>(count);
+  std::vector<int32_t> low(n, INT32_MIN), high(n), segments(n), positions(static_cast<size_t>(step), INT32_MAX),
+      key_segments(static_cast<size_t>(step));
+  for (int32_t i = 0; i < count; ++i) {
+    const auto at = static_cast<size_t>(i);
+    segments[at] = key_segments[at] = apart ? i / 50 : 0;
+    positions[at] = high[at] = apart ? i % 50 : i;
+    if (apart) low[at] = positions[at] - 20;
+  }
+  high[0] = -1;
+  const float sink = 0.4f, scale = 0.3f;
+  const float* const own_sink = apart ? &sink : nullptr;
+  std::vector<float> out(size), dq(size), log_sums(n * heads), dk(k.size() * heads), dv(k.size() * heads);
+  Share(heads, [&](int64_t head) {
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t first = tile * kWholeBlock, at = (first * heads + head) * head_dim, of = head * count * head_dim;
+      std::vector<Sight> sight(static_cast<size_t>(tiles), Sight::kSome);
+      for (int64_t other = 0; !apart && other < tiles; ++other) {
+        if (other != tile) sight[static_cast<size_t>(other)] = other < tile ? Sight::kAll : Sight::kNothing;
+      }
+      rooflax::WholeArgs a{};
+      a.head_dim = head_dim;
+      a.queries = std::min(kWholeBlock, count - first);
+      a.query_step = heads * head_dim;
+      a.q = q.data() + at;
+      a.low = low.data() + first, a.high = high.data() + first, a.segments = segments.data() + first;
+      a.keys = count, a.key_step = step;
+      a.k = k.data(), a.v = v.data(), a.k_turned = k_turned.data(), a.v_turned = v_turned.data();
+      a.positions = positions.data(), a.key_segments = key_segments.data();
+      a.sight = sight.data(), a.sink = own_sink, a.scale = scale;
+      a.out = out.data() + at, a.log_sums = log_sums.data() + head * count + first;
+      rooflax::ChosenKernels().whole(a);
+      a.begin = 0, a.end = count;
+      a.d_out = d_out.data() + at, a.dq = dq.data() + at, a.dk = dk.data() + of, a.dv = dv.data() + of;
+      rooflax::ChosenKernels().whole_backward(a);
+    }
+  });
+  std::vector<double> wanted_dk(dk.size()), wanted_dv(dk.size());
+  for (int64_t head = 0; head < heads; ++head) {
+    for (int64_t i = 0; i < count; ++i) {
+      const auto at = static_cast<size_t>((i * heads + head) * head_dim), ni = static_cast<size_t>(i);
+      const auto dot = [&](const float* a, const float* b) {
+        double sum = 0;
+        for (int64_t d = 0; d < head_dim; ++d) sum += static_cast<double>(a[d]) * static_cast<double>(b[d]);
+        return sum;
+      };
+      std::vector<double> shares(n), o(static_cast<size_t>(head_dim)), grad(o.size());
+      double total = apart ? std::exp(static_cast<double>(sink)) : 0, delta = 0;
+      for (size_t j = 0; j < n; ++j) {
+        if (positions[j] > high[ni] || positions[j] <= low[ni] || key_segments[j] != segments[ni]) continue;
+        shares[j] = std::exp(dot(&q[at], &k[j * o.size()]) * static_cast<double>(scale));
+        total += shares[j];
+      }
+      for (size_t j = 0; j < n && total > 0; ++j) {
+        shares[j] /= total;
+        for (size_t d = 0; d < o.size(); ++d) o[d] += shares[j] * static_cast<double>(v[j * o.size() + d]);
+      }
+      for (size_t d = 0; d < o.size(); ++d) delta += o[d] * static_cast<double>(d_out[at + d]);
+      for (size_t j = 0; j < n; ++j) {
+        const double ds = shares[j] * (dot(&d_out[at], &v[j * o.size()]) - delta) * static_cast<double>(scale);
+        const size_t key = (static_cast<size_t>(head) * n + j) * o.size();
+        for (size_t d = 0; d < o.size(); ++d) {
+          grad[d] += ds * static_cast<double>(k[j * o.size() + d]);
+          wanted_dk[key + d] += ds * static_cast<double>(q[at + d]);
+          wanted_dv[key + d] += shares[j] * static_cast<double>(d_out[at + d]);
+        }
+      }
+      for (size_t d = 0; d < o.size(); ++d) {
+        Check("whole attention", out[at + d], static_cast<float>(o[d]), 1e-5f);
+        Check("gradient of q", dq[at + d], static_cast<float>(grad[d]), 2e-5f);
+      }
+    }
+  }
+  for (size_t i = 0; i < dk.size(); ++i) {
+    Check("gradient of k", dk[i], static_cast<float>(wanted_dk[i]), 1e-4f);
+    Check("gradient of v", dv[i], static_cast<float>(wanted_dv[i]), 1e-4f);
+  }
+}
+
 void TestAbove(int64_t count, int64_t room) {
   const auto x = Random(count, 8);
   std::vector<int32_t> found(static_cast<size_t>(room)), all;
@@ -815,6 +910,11 @@ int main() {
           if (queries > count + 1 || rooflax::ChosenKernels().attend_halves == nullptr) continue;
           TestAttend(head_dim, count, queries, Width::kBfloat16, true);
         }
+      }
+    }
+    for (int64_t head_dim : {16, 48, 64}) {
+      for (int64_t count : {1, 23, 150}) {
+        for (bool apart : {false, true}) TestWhole(head_dim, count, apart);
       }
     }
     for (int64_t count : {1, 40, 1000}) {

@@ -25,7 +25,8 @@ extern "C" {
 const char* rooflax_instruction_set();
 int rooflax_force_instruction_set(const char* name);
 XLA_FFI_Handler rooflax_matmul, rooflax_attention, rooflax_rows, rooflax_argmax, rooflax_sample,
-    rooflax_cache_write, rooflax_norm, rooflax_delta_rule, rooflax_causal_conv;
+    rooflax_cache_write, rooflax_norm, rooflax_delta_rule, rooflax_causal_conv,
+    rooflax_whole_attention, rooflax_whole_attention_gradients;
 int32_t rooflax_masks_new(int64_t rows, int64_t slots, int64_t words);
 int32_t* rooflax_masks_words(int32_t number);
 void rooflax_masks_begin(int32_t number);
@@ -568,6 +569,105 @@ void FuzzDeltaRule() {
     ExpectNear(call.rets[1].At<float>(static_cast<int64_t>(i)), pool[i], "a state");
   }
 }
+
+// Attention of whole sequences, of which `gradients` are asked for or none; positions of any order.
+void FuzzWholeCall(bool gradients) {
+  const bool large = draw.OneIn(40);  // several tiles, and worth a second thread
+  const int64_t dim = draw.Of<int64_t>({0, 7, 16, 16, 32, 48}), kv = draw.In(0, 2), group = draw.In(1, 3);
+  const int64_t rows = draw.In(0, 2), heads = kv * group + (draw.OneIn(20) ? 1 : 0);
+  const int64_t queries = large ? draw.In(60, 140) : draw.In(0, 9);
+  const bool apart = draw.OneIn(2);
+  const int64_t keys = apart && !draw.OneIn(20) ? queries : large ? draw.In(60, 140) : draw.In(0, 40);
+  const int64_t window = draw.OneIn(40) ? draw.Of<int64_t>({-1, INT64_MIN, INT64_MAX}) : draw.OneIn(2) ? 0 : draw.In(1, 9);
+  const int64_t ahead = draw.OneIn(40) ? draw.Of<int64_t>({-1, INT64_MIN, INT64_MAX})
+                                       : draw.OneIn(2) ? 0 : draw.Of<int64_t>({1, 3, INT32_MAX});
+  const float scale = 0.25f;
+  Call call{gradients ? rooflax_whole_attention_gradients : rooflax_whole_attention,
+            {}, {}, {Whole("ahead", ahead), Real("scale", scale), Whole("window", window)}};
+  using Dims = std::vector<int64_t>;
+  const Dims q_dims{rows, queries, heads, dim}, k_dims{rows, kv, keys, dim}, sums_dims{rows, heads, queries};
+  call.args.emplace_back(kF32, q_dims);
+  for (int i = 0; i < 2; ++i) call.args.emplace_back(kF32, k_dims);
+  call.args.emplace_back(kS32, Dims{rows, queries});
+  call.args.emplace_back(kS32, Dims{rows, keys});
+  call.args.emplace_back(kS32, Dims{rows});
+  call.args.emplace_back(kS32, apart ? Dims{rows, keys} : Dims{0, 0});
+  call.args.emplace_back(kF32, Dims{draw.OneIn(2) ? heads : 0});
+  if (gradients) {
+    call.args.emplace_back(kF32, q_dims);
+    call.args.emplace_back(kF32, sums_dims);
+    call.args.emplace_back(kF32, q_dims);
+    for (const Dims& dims : {q_dims, k_dims, k_dims}) call.rets.emplace_back(kF32, dims);
+  } else {
+    call.rets.emplace_back(kF32, q_dims);
+    call.rets.emplace_back(kF32, sums_dims);
+  }
+  if (call.Mutate()) return call.RunMutated();
+  for (Array& arg : call.args) arg.Fill();
+  const bool ordered = draw.OneIn(2);
+  for (size_t i = 3; i < 7; ++i) {
+    for (int64_t j = 0; ordered && j < call.args[i].Count(); ++j) {
+      const int64_t length = i == 3 ? queries : keys;
+      call.args[i].At<int32_t>(j) = static_cast<int32_t>(i == 5 ? draw.In(0, 150) : i == 6 ? j % length / 50 : j % length);
+    }
+  }
+  const bool valid = dim % 16 == 0 && kv > 0 && heads % kv == 0 && window >= 0 && window <= INT32_MAX && ahead >= 0 &&
+                     ahead <= INT32_MAX && (!apart || rows * keys == 0 || keys == queries);
+  const auto of = [&](size_t arg, int64_t i) { return static_cast<double>(call.args[arg].At<float>(i)); };
+  const auto whole = [&](size_t arg, int64_t i) { return static_cast<int64_t>(call.args[arg].At<int32_t>(i)); };
+  const auto size = static_cast<size_t>(rows * queries * heads * dim), key_size = static_cast<size_t>(rows * kv * keys * dim);
+  std::vector<double> out(size), log_sums(static_cast<size_t>(rows * heads * queries)), dq(size), dk(key_size), dv(key_size);
+  for (int64_t n = 0; valid && n < rows * heads * queries; ++n) {
+    const int64_t b = n / heads / queries, head = n / queries % heads, i = n % queries;
+    const int64_t at = ((b * queries + i) * heads + head) * dim, first = (b * kv + head / (heads / kv)) * keys * dim;
+    std::vector<double> shares(static_cast<size_t>(keys));
+    double total = call.args[7].Count() > 0 ? std::exp(of(7, head)) : 0;
+    for (int64_t j = 0; j < keys; ++j) {
+      const int64_t query = whole(3, b * queries + i), key = whole(4, b * keys + j);
+      // Positions of the lowest and of the highest number are none.
+      bool seen = key < whole(5, b) && key <= query + ahead && key < INT32_MAX && key > INT32_MIN;
+      seen = seen && (window == 0 || key > query - window);
+      if (call.args[6].Count() > 0) seen = seen && whole(6, b * keys + i) == whole(6, b * keys + j);
+      if (!seen) continue;
+      double score = 0;
+      for (int64_t d = 0; d < dim; ++d) score += of(0, at + d) * of(1, first + j * dim + d);
+      total += shares[static_cast<size_t>(j)] = std::exp(score * static_cast<double>(scale));
+    }
+    log_sums[static_cast<size_t>(n)] = total > 0 ? std::log(total) : 0;
+    double delta = 0;
+    for (int64_t d = 0; d < dim; ++d) {
+      double sum = 0;
+      for (int64_t j = 0; j < keys && total > 0; ++j) sum += shares[static_cast<size_t>(j)] / total * of(2, first + j * dim + d);
+      out[static_cast<size_t>(at + d)] = sum;
+      if (gradients) delta += sum * of(10, at + d);
+    }
+    for (int64_t j = 0; gradients && j < keys && total > 0; ++j) {
+      const double share = shares[static_cast<size_t>(j)] / total;
+      double grad = -delta;
+      for (int64_t d = 0; d < dim; ++d) grad += of(10, at + d) * of(2, first + j * dim + d);
+      grad *= share * static_cast<double>(scale);
+      for (int64_t d = 0; d < dim; ++d) {
+        const auto key = static_cast<size_t>(first + j * dim + d);
+        dq[static_cast<size_t>(at + d)] += grad * of(1, first + j * dim + d);
+        dk[key] += grad * of(0, at + d);
+        dv[key] += share * of(10, at + d);
+      }
+    }
+  }
+  if (gradients) {
+    for (size_t i = 0; i < size; ++i) call.args[8].At<float>(static_cast<int64_t>(i)) = static_cast<float>(out[i]);
+    for (size_t i = 0; i < log_sums.size(); ++i) call.args[9].At<float>(static_cast<int64_t>(i)) = static_cast<float>(log_sums[i]);
+  }
+  if (!call.RunExpecting(valid)) return;
+  const auto near = [&](size_t ret, const std::vector<double>& wanted, const char* what) {
+    for (size_t i = 0; i < wanted.size(); ++i) ExpectNear(call.rets[ret].At<float>(static_cast<int64_t>(i)), wanted[i], what);
+  };
+  near(0, gradients ? dq : out, gradients ? "a gradient of q" : "an output");
+  near(1, gradients ? dk : log_sums, gradients ? "a gradient of k" : "a sum");
+  if (gradients) near(2, dv, "a gradient of v");
+}
+void FuzzWhole() { FuzzWholeCall(false); }
+void FuzzWholeGradients() { FuzzWholeCall(true); }
 
 void FuzzCausalConv() {
   const int64_t tokens = draw.In(0, 8), channels = draw.In(1, 20), taps = draw.In(1, 4), length = taps - 1;
@@ -1218,6 +1318,8 @@ int main(int argc, char** argv) {
                   {"rooflax_norm", rooflax_norm, FuzzNorm},
                   {"rooflax_delta_rule", rooflax_delta_rule, FuzzDeltaRule},
                   {"rooflax_causal_conv", rooflax_causal_conv, FuzzCausalConv},
+                  {"rooflax_whole_attention", rooflax_whole_attention, FuzzWhole},
+                  {"rooflax_whole_attention_gradients", rooflax_whole_attention_gradients, FuzzWholeGradients},
                   {"rooflax_pack_blocks", nullptr, FuzzPackBlocks},
                   {"rooflax_encode_iq4", nullptr, FuzzEncodeIq4}};
   for (const char* name : {"generic", "avx2", "avx512", "avx512-far", "amx"}) {

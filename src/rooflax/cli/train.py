@@ -112,6 +112,7 @@ def _train(args: argparse.Namespace, config: TrainConfig, data: DataConfig, out:
     result = run_training(
         model, config, training, held_out, out, test=test,
         progress=False if args.quiet else None, say=None if args.quiet else terminal.say,
+        keeps_model=False,
     )  # fmt: skip
     curves = write_curves(out)
     if not args.quiet:

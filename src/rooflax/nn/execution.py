@@ -68,6 +68,11 @@ class ExecutionOptions:
     def __post_init__(self) -> None:
         read_fields(self)
 
+    @property
+    def trains(self) -> bool:
+        """Whether gradients are asked for."""
+        return False
+
     @classmethod
     def of(cls, **values: Any) -> ExecutionOptions:
         """Options of which a field that is None keeps its default.
@@ -97,6 +102,22 @@ class ExecutionOptions:
 
 
 DEFAULT_OPTIONS = ExecutionOptions()
+
+
+@dataclass(frozen=True)
+class TrainingOptions(ExecutionOptions):
+    """Those of a training step: XLA's matmuls have gradients, and so has attention by a kernel.
+
+    The grouped experts loop over a dynamic count, which has no reverse derivative.
+    """
+
+    use_cache: bool = False
+    moe: Literal["grouped", "per_token", "dense"] = "dense"
+    kernels: str | None = "xla"
+
+    @property
+    def trains(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True)

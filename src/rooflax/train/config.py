@@ -97,8 +97,9 @@ class TrainConfig:
         Whole(1), "rows per step, all micro-batches together", default=16, flags=("--batch",),
         metavar="N")
     seq_len: int = _field(Whole(1), "tokens per row", default=512, metavar="N")
-    micro_batches: int = _field(
-        Whole(1), "micro-batches per step (gradient accumulation)", default=1, metavar="N")
+    micro_batches: int | None = _field(
+        Whole(1), "micro-batches per step (gradient accumulation)",
+        shown_default="on CPU so many that one has 1,024 tokens or a row, else 1", metavar="N")
     learning_rate: float = _field(
         Number(0, above=True), "peak learning rate, after the warm-up",
         default=NEW["learning_rate"], flags=("--learning-rate", "--lr"), metavar="X")
@@ -121,9 +122,6 @@ class TrainConfig:
         metavar="POLICY")
     layers: Literal["unrolled", "scan"] = _field(
         Choice(LAYERS), "how the program has the layers", default="unrolled", metavar="HOW")
-    loss_rows: int | None = _field(
-        Whole(1), "rows whose logits exist at a time", shown_default="all of a micro-batch",
-        metavar="N")
     eval_every: int = _field(
         Whole(), "steps between held-out losses, from step 0; 0 only at the end", default=200,
         metavar="N")
@@ -175,10 +173,7 @@ class TrainConfig:
             own = (one for one in declarations(TrainConfig).values() if one.group == ADAPTERS)
             if given := [one.name for one in own if getattr(self, one.name) != one.default]:
                 raise RequestError(f"`{given[0]}` is of an adapter; set `fine_tune_type` to lora.")
-        self._check_divides("batch_size", self.batch_size, self.micro_batches)
-        if self.loss_rows is not None:
-            rows = self.batch_size // self.micro_batches
-            self._check_divides("rows per micro-batch", rows, self.loss_rows)
+        self._check_divides("batch_size", self.batch_size, self.micro_batches or 1)
         if self.warmup_steps is None and self.epochs is None:
             object.__setattr__(self, "warmup_steps", self.num_steps // 10)
 
@@ -193,18 +188,26 @@ class TrainConfig:
             return self.steps
         return math.ceil((self.tokens or 0) / self.tokens_per_step)
 
-    def resolved(self, num_rows: int) -> TrainConfig:
-        """The same in steps.
+    def resolved(self, num_rows: int, tokens_at_once: int | None = None) -> TrainConfig:
+        """The same in steps and micro-batches.
 
         Args:
             num_rows: of an epoch.
+            tokens_at_once: of a micro-batch, unless a row has more; None is all of a step.
         """
         steps = self.num_steps
         if self.epochs is not None:
             steps = math.ceil(self.epochs * num_rows / self.batch_size)
         if steps > MOST_STEPS:
             raise RequestError(f"The run has {steps:,} steps; the most are {MOST_STEPS:,}.")
-        return replace(self, steps=steps, tokens=None, epochs=None)
+        micro_batches = self.micro_batches or 1
+        if self.micro_batches is None and tokens_at_once is not None:
+            most = max(tokens_at_once // self.seq_len, 1)
+            rows = next(n for n in range(most, 0, -1) if self.batch_size % n == 0)
+            micro_batches = self.batch_size // rows
+        return replace(
+            self, steps=steps, tokens=None, epochs=None, micro_batches=micro_batches
+        )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -31,8 +31,8 @@ def training_memory(model: Model, config: TrainConfig) -> Mapping[str, int]:
     program = step.lower(state, model.rope if lora is None else model, batch).compile()
     analysis: Any = program.memory_analysis()
     start = _bytes(model.weights)
-    return {
-        "starting weights": start,
+    base = {} if lora is None else {"starting weights": start}  # all of them are given up
+    return base | {
         "trained weights, float32": _bytes(weights),
         "optimizer moments": _bytes(state.opt_state),
         "gradients, activations and logits": analysis.temp_size_in_bytes,

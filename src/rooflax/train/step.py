@@ -16,11 +16,12 @@ from jaxtyping import Array, Float
 
 from rooflax.models.model import Model
 from rooflax.nn.batch import Batch
-from rooflax.nn.execution import ExecutionOptions
+from rooflax.nn.execution import TrainingOptions
 from rooflax.nn.weights import LAYER_PREFIX, WeightLine
 from rooflax.train.adapters import LoraTraining
 from rooflax.train.config import TrainConfig
 from rooflax.train.data import PackedBatch
+from rooflax.train.loss import cross_entropy_sum
 
 Step = Callable[..., tuple["TrainState", "Metrics"]]
 
@@ -139,7 +140,7 @@ def make_train_step(
         rows = batch.mask.shape[0]
         seeds = state.step * rows + jnp.arange(rows, dtype=jnp.int32)
         part = jax.value_and_grad(lambda w, b: loss_sum(w, fixed, *b) * scale)
-        loss, grads = _accumulate(part, state.weights, (batch, seeds), config.micro_batches)
+        loss, grads = _accumulate(part, state.weights, (batch, seeds), config.micro_batches or 1)
         norm = global_norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.weights)
         weights = cast(dict[str, Any], optax.apply_updates(state.weights, updates))
@@ -155,7 +156,7 @@ def make_eval_step(
     loss_sum = make_loss_sum(model, replace(config, remat=None), lora)
 
     def evaluate(weights: Any, fixed: Any, batch: PackedBatch) -> tuple[Any, Any]:
-        micro = _split_rows(batch, config.micro_batches)
+        micro = _split_rows(batch, config.micro_batches or 1)
         sums = jax.lax.map(lambda part: loss_sum(weights, fixed, part), micro)
         return jnp.sum(sums), jnp.sum(batch.mask)
 
@@ -172,13 +173,10 @@ def make_loss_sum(
 
     loss = sum over tokens of mask * (logsumexp(logits) - logits[target])
 
-    Matrices are cast to the computation's dtype; norms, softmax and the loss stay float32. With
-    `loss_rows` logits exist for that many rows at a time and are computed again backwards.
+    Matrices are cast to the computation's dtype; norms, softmax and the loss stay float32.
     """
     skeleton = replace(model, weights={}, rope=None)
-    # The grouped experts loop over a dynamic count, which has no reverse derivative.
-    # XLA's matmuls have gradients, the native kernels have none.
-    options = ExecutionOptions(use_cache=False, layers=config.layers, moe="dense", kernels="xla")
+    options = TrainingOptions(layers=config.layers)
     table = model.table
     dtype = jnp.dtype(config.dtype)
 
@@ -197,15 +195,7 @@ def make_loss_sum(
             computed = replace(lora.model(fixed, weights, seeds), dtype=config.dtype)
         tokens = Batch.dense(batch.tokens, positions=batch.positions, segment_ids=batch.segment_ids)
         hidden, _ = computed.forward(tokens, None, options=options, remat=config.remat)
-
-        def rows_loss(rows: tuple[Any, Any, Any]) -> Float[Array, ""]:
-            return _cross_entropy_sum(computed.logits(rows[0], options=options), rows[1], rows[2])
-
-        rows = (hidden, batch.targets, batch.mask)
-        if config.loss_rows is None or config.loss_rows == hidden.shape[0]:
-            return rows_loss(rows)
-        chunks = _split_rows(rows, hidden.shape[0] // config.loss_rows)
-        return jnp.sum(jax.lax.map(jax.checkpoint(rows_loss), chunks))
+        return cross_entropy_sum(computed, hidden, batch.targets, batch.mask, options)
 
     return loss_sum
 
@@ -213,15 +203,6 @@ def make_loss_sum(
 def global_norm(tree: Any) -> Float[Array, ""]:
     """The root of the sum of all squares."""
     return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))
-
-
-def _cross_entropy_sum(
-    logits: Float[Array, "rows seq vocab"],
-    targets: Array,
-    mask: Float[Array, "rows seq"],
-) -> Float[Array, ""]:
-    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return jnp.sum(mask * (jax.nn.logsumexp(logits, axis=-1) - chosen))
 
 
 def _split_rows(tree: Any, parts: int) -> Any:

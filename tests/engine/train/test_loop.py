@@ -171,6 +171,22 @@ def test_a_bar_where_asked_for(corpora, tmp_path, capsys):
     assert "2/2" in err
 
 
+@pytest.mark.parametrize("layers", ["unrolled", "scan"])
+def test_a_model_that_is_given_up(corpora, tmp_path, layers):
+    """Its arrays are gone; the trained ones, and the lines of the steps, are as with it."""
+    config = tiny.settings(steps=5, layers=layers, eval_every=2, checkpoint_every=2)
+    logs = []
+    for keeps in (True, False):
+        model, folder = tiny.make_model(), tmp_path / str(keeps)
+        result = run_training(model, config, *corpora, folder, keeps_model=keeps)
+        assert {leaf.is_deleted() for leaf in jax.tree.leaves(model.weights)} == {not keeps}
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(result.model.weights))
+        lines = [line for line in read_log(folder / "log.jsonl") if "settings" not in line]
+        assert [line["step"] for line in lines] == [0, 1, 2, 2, 3, 4, 4, 5, 5]
+        logs.append([line.get("loss", line.get("held_out_loss")) for line in lines])
+    assert logs[0] == logs[1]
+
+
 WATCHED = tiny.settings(steps=12, eval_every=2, eval_batches=2, learning_rate=1e-2)
 
 

@@ -54,14 +54,6 @@ def test_micro_batches_give_the_same_weights():
     assert off < 1e-5
 
 
-def test_logits_of_few_rows_at_a_time(plain):
-    model, batch, (loss, grads, _, plain_bytes) = plain("llama")
-    got, got_grads, _, bytes_ = gradient(model, settings(loss_rows=2), batch)
-    np.testing.assert_allclose(got, loss, rtol=0, atol=1e-5)
-    assert deviation(got_grads, grads) < 1e-6
-    assert bytes_ < plain_bytes
-
-
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_scanned_layers_give_the_same_gradients(plain, family):
     model, batch, (loss, grads, _, _) = plain(family)

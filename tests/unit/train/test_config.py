@@ -10,11 +10,11 @@ from rooflax.errors import RequestError
 from rooflax.train.config import MAY_CHANGE, REMAT, TrainConfig
 
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
-POSITIVE = ("steps", "tokens", "batch_size", "seq_len", "micro_batches", "loss_rows",
+POSITIVE = ("steps", "tokens", "batch_size", "seq_len", "micro_batches",
             "eval_batches", "keep", "patience", "lora_rank",
             "num_layers")  # fmt: skip
 NOT_NEGATIVE = ("warmup_steps", "seed", "eval_every", "checkpoint_every")
-MAY_BE_NONE = ("warmup_steps",)
+MAY_BE_NONE = ("warmup_steps", "micro_batches")
 FLAGS = ("save_best", "use_rslora")
 TEXTS = ("target_modules",)
 NUMBERS = ("learning_rate", "min_lr_ratio", "weight_decay", "clip_norm", "beta1", "beta2",
@@ -140,9 +140,17 @@ def test_tokens_become_whole_steps(tokens, steps):
 def test_rows_divide():
     with pytest.raises(RequestError, match=r"batch_size is 6, .* multiple of 4"):
         make(batch_size=6, micro_batches=4)
-    with pytest.raises(RequestError, match=r"rows per micro-batch is 6, .* multiple of 4"):
-        make(batch_size=12, micro_batches=2, loss_rows=4)
-    assert make(batch_size=12, micro_batches=2, loss_rows=3).loss_rows == 3
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "given", "found"),
+    [(16, 512, None, 8), (16, 256, None, 4), (6, 256, None, 2), (5, 300, None, 5), (4, 64, None, 1),
+     (4, 4096, None, 4), (16, 512, 2, 2)],
+)  # fmt: skip
+def test_micro_batches_are_chosen(batch, length, given, found):
+    config = make(batch_size=batch, seq_len=length, micro_batches=given)
+    assert config.resolved(0, 1024).micro_batches == found
+    assert config.resolved(0).micro_batches == (given or 1)
 
 
 def test_frozen():
@@ -154,7 +162,7 @@ OTHER = {
     "steps": 9, "batch_size": 32, "seq_len": 256, "micro_batches": 2,
     "learning_rate": 2e-3, "min_lr_ratio": 0.2, "warmup_steps": 7, "weight_decay": 0.2,
     "clip_norm": 2.0, "beta1": 0.8, "beta2": 0.9, "seed": 1, "dtype": "bfloat16",
-    "remat": "dots", "layers": "scan", "loss_rows": 4, "eval_every": 3, "eval_batches": 5,
+    "remat": "dots", "layers": "scan", "eval_every": 3, "eval_batches": 5,
     "checkpoint_every": 9, "keep": 7, "save_dtype": "float32", "patience": 3,
     "save_best": True,
     "fine_tune_type": "lora", "lora_rank": 4, "lora_alpha": 3.0, "lora_dropout": 0.1,

@@ -18,6 +18,10 @@ from rooflax.ops.dispatch import Backend, Operation
 from rooflax.ops.kv_pool import PoolLeaf, as_pool
 
 DENSE = Operation("dense attention", {"reference": reference.DENSE, "xla": xla.DENSE})
+TRAINED = Operation(
+    "attention with gradients",
+    {"xla": xla.DENSE, "native": "rooflax.ops.attention.trained"},
+)
 BACKENDS: Mapping[str, Backend | str] = {
     "reference": reference.BACKEND,
     "xla": xla.BACKEND,
@@ -36,6 +40,7 @@ def attention(
     args: AttentionArgs,
     *,
     implementation: str | None = None,
+    trains: bool = False,
 ) -> Float[Array, "B T N H"]:
     """Grouped-query attention.
 
@@ -50,6 +55,7 @@ def attention(
     Args:
         q: query head n belongs to K/V head n // (N // K).
         implementation: "reference", "xla", or None for the platform's best.
+        trains: take the best that has gradients instead, which no other option changes.
 
     Raises:
         ValueError: N is not a multiple of K.
@@ -58,6 +64,8 @@ def attention(
     Source: Ainslie et al., GQA, 2023; sinks as in openai/gpt-oss, gpt_oss/torch/model.py (sdpa).
     """
     check_heads(q.shape[2], k.shape[1])
+    if trains:
+        return TRAINED(None, q, k, v, dense, args)
     return DENSE(implementation, q, k, v, dense, args)
 
 

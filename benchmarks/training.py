@@ -1,0 +1,159 @@
+"""Seconds of a training step, interleaved with PyTorch's on the same architecture and batch.
+
+    python benchmarks/training.py [CONFIG_JSON] [--batch 8] [--compile] [--micro-batches N]
+
+A LLaMA of random float32 weights (the embedded model's config unless another is given), rows of
+random tokens, AdamW and clipping by the global norm; PyTorch by transformers' LlamaForCausalLM,
+which must be installed, eager and with --compile also compiled. Each runs in a process of its own,
+and they take turns, step by step, so that what else the machine does falls on all alike. Prints
+the median seconds, tokens per second, the largest resident memory and the median of the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+EMBEDDED = Path(__file__).parents[1] / "src/rooflax/assets/rooflax-python-5m/config.json"
+WARM_UP = 2
+OURS = "rooflax"
+
+
+def rows_of(config: dict[str, Any], batch: int, length: int) -> np.ndarray:
+    tokens = np.random.default_rng(0).integers(1, config["vocab_size"], (batch, length + 1))
+    return tokens.astype(np.int32)
+
+
+def rooflax_step(config: dict[str, Any], args: argparse.Namespace) -> Callable[[], float]:
+    import jax
+    import jax.numpy as jnp
+
+    from rooflax.models.initialize import random_weights
+    from rooflax.models.model import build
+    from rooflax.models.registry import read_config
+    from rooflax.train.config import TrainConfig
+    from rooflax.train.data import PackedBatch
+    from rooflax.train.loop import CPU_TOKENS
+    from rooflax.train.step import init_state, make_optimizer, make_train_step
+
+    name, decoder = read_config(config)
+    weights = jax.tree.map(lambda w: w.astype(jnp.float32), random_weights(name, decoder, seed=0))
+    model = build(name, decoder, weights, None)
+    settings = {} if args.micro_batches is None else {"micro_batches": args.micro_batches}
+    shape = {"batch_size": args.batch, "seq_len": args.length}
+    train = TrainConfig(steps=1000, **shape, **settings).resolved(0, CPU_TOKENS)
+    optimizer = make_optimizer(model.table, weights, train)
+    step = make_train_step(model, optimizer, train)
+    tokens = rows_of(config, args.batch, args.length)
+    rows, length = tokens.shape[0], tokens.shape[1] - 1
+    batch = PackedBatch(
+        tokens[:, :-1],
+        tokens[:, 1:],
+        np.ones((rows, length), np.float32),
+        np.tile(np.arange(length, dtype=np.int32), (rows, 1)),
+        np.zeros((rows, length), np.int32),
+    )
+    state = init_state(weights, optimizer)
+    program = step.lower(state, model.rope, batch).compile()
+    temporary = program.memory_analysis().temp_size_in_bytes
+    print(f"temporaries: {temporary / 1e6:.0f} MB", file=sys.stderr, flush=True)
+
+    def run() -> float:
+        nonlocal state
+        state, metrics = program(state, model.rope, batch)
+        jax.block_until_ready(state)
+        return float(metrics.loss)
+
+    return run
+
+
+def torch_step(config: dict[str, Any], args: argparse.Namespace) -> Callable[[], float]:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    known = {key: value for key, value in config.items() if not key.startswith("torch_")}
+    model = LlamaForCausalLM(LlamaConfig(**known | {"dtype": "float32"})).float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    tokens = torch.tensor(rows_of(config, args.batch, args.length)[:, :-1].astype(np.int64))
+    if args.worker == "torch compile":
+        model.forward = torch.compile(model.forward)  # type: ignore[method-assign]
+
+    def run() -> float:
+        optimizer.zero_grad()
+        loss = model(tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return float(loss)
+
+    return run
+
+
+def work(args: argparse.Namespace) -> None:
+    """Does a step for each line that comes, and says its seconds."""
+    config = json.loads(Path(args.config).read_text())
+    run = (rooflax_step if args.worker == OURS else torch_step)(config, args)
+    for _ in range(WARM_UP):
+        run()
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        begin = time.perf_counter()
+        loss = run()
+        seconds = time.perf_counter() - begin
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        print(json.dumps([seconds, loss, resident]), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config", nargs="?", default=str(EMBEDDED))
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--micro-batches", type=int)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker is not None:
+        work(args)
+        return
+    names = [OURS, "torch eager", *(["torch compile"] if args.compile else [])]
+    workers = {}
+    for name in names:
+        command = [sys.executable, __file__, *sys.argv[1:], "--worker", name]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        workers[name] = subprocess.Popen(command, **pipes)
+        assert workers[name].stdout.readline() == "ready\n", f"{name} did not start"
+    trials: dict[str, list[list[float]]] = {name: [] for name in names}
+    for _ in range(args.rounds):
+        for name, worker in workers.items():
+            worker.stdin.write("step\n")
+            worker.stdin.flush()
+            trials[name].append(json.loads(worker.stdout.readline()))
+    for worker in workers.values():
+        worker.stdin.close()
+        worker.wait()
+    ours = [trial[0] for trial in trials[OURS]]
+    for name in names:
+        seconds = [trial[0] for trial in trials[name]]
+        median = statistics.median(seconds)
+        ratio = statistics.median(b / a for a, b in zip(ours, seconds, strict=True))
+        speed, peak = args.batch * args.length / median, trials[name][-1][2] / 1e6
+        print(
+            f"{name:14} {median:6.3f} s ({min(seconds):.3f} to {max(seconds):.3f}), "
+            f"{speed:7,.0f} tokens/s, peak {peak:.2f} GB resident, {ratio:.2f} times ours"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -15,9 +15,12 @@ from rooflax.train.loop import make_loss, run_training
 from rooflax.train.memory import training_memory
 from rooflax.train.preferences import PairRows, make_reference
 from rooflax.train.step import init_state, make_optimizer, make_train_step
+from tests import preference_cases as cases
 from tests.support.train import tiny
 
 pytestmark = pytest.mark.oldest_jax
+
+SEQ = 24
 
 
 def written(path, pairs, vocab):
@@ -34,6 +37,35 @@ def leaves(tree):
     if isinstance(tree, dict) and any(isinstance(each, LowRank) for each in tree.values()):
         tree = [(part.a, part.b) for _, part in sorted(tree.items())]
     return jax.tree.leaves(tree)
+
+
+def settings(case, **changes):
+    """Of a case of TRL's: its rate is constant."""
+    mode = "orpo" if case == "orpo" else "dpo"
+    given = {
+        "steps": cases.STEPS, "batch_size": cases.PAIRS, "seq_len": SEQ, "train_mode": mode,
+        "learning_rate": cases.RATE, "min_lr_ratio": 1.0, "warmup_steps": 0, "weight_decay": 0.0,
+    }  # fmt: skip
+    return tiny.settings(**given | cases.CASES[case] | changes)
+
+
+@pytest.mark.parametrize("trl", cases.CASES)
+def test_losses_and_rewards_equal_trls(trl, case, tmp_path):
+    config, model = settings(trl), case(cases.VARIANT).model
+    rows = PairRows(written(tmp_path / "a", cases.pairs(), model.config.vocab_size), SEQ)
+    make_reference(model, config)(model.weights, model.rope, rows, range(rows.num_rows))
+    optimizer = make_optimizer(model.table, model.weights, config)
+    state = init_state(model.weights, optimizer)
+    step = make_train_step(model, optimizer, config, None, make_loss(model, config, None))
+    found = []
+    for first in range(0, rows.num_rows, cases.PAIRS):
+        batch = rows.take(range(first, first + cases.PAIRS))
+        state, metrics = step(state, model.rope, batch)
+        found.append([float(metrics.loss), *(float(metrics.more[n]) for n in cases.NAMES)])
+    wanted = [[line["loss"], *(line[n] for n in cases.NAMES)] for line in cases.committed()[trl]]
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-4)
+    if trl == "sigmoid":
+        assert found[0][0] == pytest.approx(math.log(2), abs=1e-6)
 
 
 def test_label_smoothing_by_hand(pairs):

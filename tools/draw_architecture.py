@@ -26,6 +26,7 @@ ABOUT = {
     "server": "OpenAI-compatible HTTP",
     "bench": "speeds as shares of the roofline",
     "async_llm": "text, many callers at once",
+    "rl": "GRPO: rollouts, rewards",
     "llm": "text in, text out",
     "train": "data, step, checkpoints",
     "engine": "token ids in, token ids out",
@@ -86,7 +87,7 @@ def arrow(x1: float, y1: float, x2: float, y2: float, more: str = "") -> str:
 
 COLOURS = (
     "#dbeafe", "#f3e8ff", "#cffafe", "#dcfce7", "#fef9c3", "#f5f5f4", "#ffedd5", "#fecdd3",
-    "#fce7f3", "#ede9fe", "#e2e8f0", "#f8fafc",
+    "#fce7f3", "#ede9fe", "#e2e8f0", "#f8fafc", "#ecfccb",
 )  # fmt: skip
 
 

@@ -40,6 +40,7 @@ from rooflax.loading.messages import encode, repaired
 from rooflax.loading.model_info import ModelInfo
 from rooflax.loading.plan import Plan, make_plan
 from rooflax.loading.settings import EngineSettings
+from rooflax.models.model import Model
 from rooflax.models.offloading import OffloadPlan
 from rooflax.nn.pooler import Pooler
 from rooflax.processes import check_not_forked
@@ -389,6 +390,19 @@ class LLM:
                 with self._lock:
                     for sequence in sequences:
                         engine.abort(sequence)
+
+    def use(self, model: Model) -> None:
+        """Runs other weights of the same shapes from now on, as training hands them over.
+
+        Raises:
+            RequestError: a request is running.
+        """
+        with self._lock:
+            if self._engine is not None and self._engine.has_unfinished:
+                raise RequestError("Requests are running; weights change between them.")
+            self.model = model
+            if self._engine is not None:
+                self._engine.use(model)
 
     def engine_for(self, sequences: list[EngineSequence], pooler: Pooler | None = None) -> Engine:
         """The engine at hand if it holds these sequences, else a larger one."""

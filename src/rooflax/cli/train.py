@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rooflax.cli import flags, platform, terminal
 from rooflax.cli.parser import Parser, whole
@@ -15,13 +16,14 @@ from rooflax.cli.statistics import counted
 from rooflax.errors import CheckpointError, RequestError
 from rooflax.fields.declaration import declarations
 from rooflax.files import only_writer, read_regular, replacing
-from rooflax.train.config import DEFAULTS, DataConfig, TrainConfig
+from rooflax.train.config import DEFAULTS, GRPO, PREFERENCES, SFT, DataConfig, TrainConfig
 from rooflax.train.corpus import dataset_files
 
 if TYPE_CHECKING:
     from rooflax.loading.tokenizer import Tokenizer
     from rooflax.models.model import Model
-    from rooflax.train.corpus import Row
+    from rooflax.rl.rollouts import Rollouts
+    from rooflax.train.corpus import Prompt, Row
     from rooflax.train.data import Corpus
     from rooflax.train.loop import TrainResult
 
@@ -59,11 +61,14 @@ def add_flags(parser: Parser) -> None:
 
 def _add_settings(parser: Parser) -> None:
     """One flag per field of TrainConfig."""
-    new, full, lora = (DEFAULTS[kind] for kind in ("new weights", "full", "lora"))
+    new, full = DEFAULTS["new weights"], DEFAULTS["full"]
     for one in declarations(TrainConfig).values():
         if one.name in full:
-            shown = f"{full[one.name]:g}, of an adapter {lora[one.name]:g}, and "
-            shown += f"{new[one.name]:g} with --config"
+            shown = f"{full[one.name]:g}, of an adapter {DEFAULTS['lora'][one.name]:g}, "
+            if DEFAULTS["full, not sft"][one.name] != full[one.name]:
+                both = (DEFAULTS[f"{kind}, not sft"][one.name] for kind in ("full", "lora"))
+                shown += "of dpo, orpo and grpo {:g} and {:g}, ".format(*both)
+            shown += f"and {new[one.name]:g} with --config"
             one = replace(one, default=None, shown_default=shown)
         flags.add_field(parser, one)
 
@@ -71,7 +76,11 @@ def _add_settings(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains; 130 if it was interrupted (and saved)."""
     given = {field.name: getattr(args, field.name) for field in fields(TrainConfig)}
-    kind = "new weights" if args.config is not None else args.fine_tune_type
+    kind = args.fine_tune_type
+    if args.config is not None:
+        kind = "new weights"
+    elif args.train_mode != SFT:
+        kind += ", not sft"
     for name, value in DEFAULTS[kind].items():
         if given[name] is None:
             given[name] = value
@@ -90,13 +99,21 @@ def _train(args: argparse.Namespace, config: TrainConfig, data: DataConfig, out:
     enable_persistent_cache()
     start = _Start(args)
     check_seq_len(config, start.config.max_position)
-    training, held_out, test = prepare(args, data, config.seq_len, start, out)
-    model = start.model(config.seed)
-    config = resolved(config, training)
+    corpora: tuple[Corpus | None, ...] = (None, None, None)
+    rollouts = None
+    if config.train_mode == GRPO:
+        config, rollouts = _rollouts(args, config, data, start, out)
+        model = cast("Model", rollouts.llm.model)
+        size = f"{config.batch_size:,} answers"
+    else:
+        corpora = prepare(args, data, config.seq_len, start, out)
+        model = start.model(config.seed)
+        assert corpora[0] is not None
+        config = resolved(config, corpora[0])
+        size = f"{config.tokens_per_step:,} tokens; the data has {corpora[0].info.num_tokens:,}"
     if not args.quiet:
         terminal.say(
-            f"{model.num_parameters:,} parameters, {counted(config.num_steps, 'step')} of "
-            f"{config.tokens_per_step:,} tokens; the data has {training.info.num_tokens:,}"
+            f"{model.num_parameters:,} parameters, {counted(config.num_steps, 'step')} of {size}"
         )
         terminal.say(
             f"learning rate {config.learning_rate:g} after "
@@ -105,15 +122,21 @@ def _train(args: argparse.Namespace, config: TrainConfig, data: DataConfig, out:
             f"{config.weight_decay:g}"
         )
     if args.dry_run:
-        _report_memory(args, model, config)
+        _report_memory(args, model, config, rollouts)
         return 0
     if args.verbose:
         terminal.say(f"settings: {json.dumps(config.to_json())}")
+    training, held_out, test = corpora
     result = run_training(
-        model, config, training, held_out, out, test=test,
+        model, config, training, held_out, out, test=test, rollouts=rollouts,
         progress=False if args.quiet else None, say=None if args.quiet else terminal.say,
         keeps_model=False,
     )  # fmt: skip
+    if rollouts is not None and not args.quiet and rollouts.largest_difference:
+        terminal.say(
+            f"the log-probabilities of sampler and trainer differed by at most "
+            f"{rollouts.largest_difference:.1e}"
+        )
     curves = write_curves(out)
     if not args.quiet:
         terminal.say(f"curves: {', '.join(map(str, curves))}")
@@ -144,6 +167,15 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise RequestError("--config begins with new weights and MODEL goes on; give one of them.")
     if args.config is not None and args.fine_tune_type != "full":
         raise RequestError("--config begins with new weights, and an adapter is beside a MODEL's.")
+    if args.train_mode != SFT:
+        if args.config is not None:
+            raise RequestError(f"--train-mode {args.train_mode} goes on from a MODEL.")
+        for name in ("mask_prompt", "assistant_only_loss", "text_field", "glob"):
+            if getattr(args, name):
+                flag = "--" + name.replace("_", "-")
+                raise RequestError(
+                    f"{flag} is for --train-mode sft; {args.train_mode} trains answers."
+                )
     if args.config is None and args.vocab_size is not None:
         raise RequestError("--vocab-size is for new weights (--config); MODEL has its tokenizer.")
     if args.config is not None and (args.tokenizer is None) == (args.vocab_size is None):
@@ -231,24 +263,76 @@ def prepare(
         RequestError: the folder holds a run on other data, or there is no text.
         CheckpointError: what the folder says of its data is damaged.
     """
-    from rooflax.train.checkpoint import list_checkpoints
     from rooflax.train.data import open_corpus
 
-    info = _data_settings(args, data, seq_len) | {"config": start.raw}
-    note = out / "data.json"
-    other = _difference(_read_note(note), info, args, data) if note.exists() else None
-    if other and list_checkpoints(out / "checkpoints"):
-        raise RequestError(f"{out} holds a run on {other} another --out.")
-    if other or not note.exists():
-        note.unlink(missing_ok=True)
-        info[DIGEST] = _encode(args, data, seq_len, start, out)
-        with replacing(note, "utf-8") as file:
-            file.write(json.dumps(info, indent=2) + "\n")
+    settings = _data_settings(args, data, seq_len) | {"config": start.raw}
+    _note_data(args, data, settings, out, lambda: _encode(args, data, seq_len, start, out))
     if args.vocab_size is not None:
         start.tokenizer_folder = out / "tokenizer"
     training, *others = (out / f"{name}.bin" for name in TOKEN_FILES.values())
     held_out, test = (open_corpus(file) if file.stat().st_size else None for file in others)
     return open_corpus(training), held_out, test
+
+
+def _note_data(
+    args: argparse.Namespace,
+    data: DataConfig,
+    settings: dict[str, Any],
+    out: Path,
+    encode: Callable[[], str],
+) -> None:
+    """data.json: what the run's data depends on, written once the data is there.
+
+    Args:
+        encode: makes the data, and gives its digest.
+
+    Raises:
+        RequestError, CheckpointError: as for `prepare`.
+    """
+    from rooflax.train.checkpoint import list_checkpoints
+
+    note = out / "data.json"
+    other = _difference(_read_note(note), settings, args, data) if note.exists() else None
+    if other and list_checkpoints(out / "checkpoints"):
+        raise RequestError(f"{out} holds a run on {other} another --out.")
+    if other or not note.exists():
+        note.unlink(missing_ok=True)
+        settings = settings | {DIGEST: encode()}
+        with replacing(note, "utf-8") as file:
+            file.write(json.dumps(settings, indent=2) + "\n")
+
+
+def _rollouts(
+    args: argparse.Namespace, config: TrainConfig, data: DataConfig, start: _Start, out: Path
+) -> tuple[TrainConfig, Rollouts]:
+    """The prompts, the reward and the engine of GRPO, and the settings with their length in steps.
+
+    Raises:
+        RequestError: as for `prepare`, or of the reward's file.
+    """
+    from rooflax.llm import LLM
+    from rooflax.nn.execution import ExecutionOptions
+    from rooflax.rl.rewards import Reward
+    from rooflax.rl.rollouts import Rollouts
+    from rooflax.train.loop import tokens_at_once
+
+    reward = Reward(config.reward or "")
+    training, held_out, test = _split(args, data, _parts(args, data)).values()
+    settings = _data_settings(args, data, config.seq_len) | {"config": None}
+    _note_data(args, data, settings, out, lambda: _digest(_parts(args, data)))
+    config = config.resolved(len(training) * config.num_generations, tokens_at_once())
+    if not args.quiet:
+        tested = f", {len(test)} to test" if test else ""
+        size = counted(len(training), "prompt")
+        terminal.say(f"{size} to train on, {len(held_out)} held out{tested}")
+    with terminal.status("loading the model", args.quiet):
+        llm = LLM(
+            start.info, dtype="float32" if start.trains_all else None, check=args.check,
+            generation_config="none", prefix_caching=False, max_num_seqs=config.batch_size,
+            max_model_len=min(config.seq_len + 1, start.config.max_position),
+            options=ExecutionOptions(layers="unrolled"),
+        )  # fmt: skip
+    return config, Rollouts(llm, training, held_out, test, reward, config)
 
 
 def _read_note(note: Path) -> dict[str, Any]:
@@ -264,7 +348,8 @@ def _data_settings(args: argparse.Namespace, data: DataConfig, seq_len: int) -> 
     """What the token files depend on."""
     names = ("tokenizer", "vocab_size", "model")
     found = {"data": [str(path) for path in args.data]} | {n: getattr(args, n) for n in names}
-    return found | asdict(data) | {"seq_len": seq_len}
+    mode = {} if args.train_mode == SFT else {"train_mode": args.train_mode}
+    return found | asdict(data) | {"seq_len": seq_len} | mode
 
 
 def _difference(
@@ -284,45 +369,53 @@ def _difference(
     return ""
 
 
-def _digest(parts: dict[str, list[Row]]) -> str:
+def _digest(parts: dict[str, list[Any]]) -> str:
     found = hashlib.sha256()
     for part, rows in parts.items():
         for row in rows:
-            values = (getattr(row, field.name) for field in fields(row))
             try:
-                found.update(json.dumps([part, *values]).encode())
+                found.update(json.dumps([part, *asdict(row).values()]).encode())
             except RecursionError:
                 raise RequestError(f"{row.name} has a row that is nested too deeply.") from None
     return found.hexdigest()
 
 
-def _parts(args: argparse.Namespace, data: DataConfig) -> dict[str, list[Row]]:
+def _parts(args: argparse.Namespace, data: DataConfig) -> dict[str, list[Any]]:
     """The rows of each part; those to be held out of the first are still in it."""
-    from rooflax.train.corpus import file_documents, folder_documents
+    from rooflax.train.corpus import file_documents, file_prompts, folder_documents
 
-    parts: dict[str, list[Row]] = {part: [] for part in TOKEN_FILES}
+    def read(file: Path) -> Iterator[Row | Prompt]:
+        if args.train_mode == GRPO:
+            return file_prompts([file])
+        return file_documents([file], field=data.text_field)
+
+    parts: dict[str, list[Any]] = {part: [] for part in TOKEN_FILES}
     for path in map(Path, args.data):
         files = dataset_files(path) if data.glob is None else {}
         for part, file in files.items():
-            parts[part] += file_documents([file], field=data.text_field)
+            parts[part] += read(file)
         if path.is_dir() and not files:
+            if args.train_mode == GRPO:
+                raise RequestError(f"{path} has no train.jsonl, whose lines are the prompts.")
             parts["train"] += folder_documents(path, data.glob or "*.txt")
         elif not files:
-            parts["train"] += file_documents([path], field=data.text_field)
+            parts["train"] += read(path)
     return parts
 
 
-def _encode(
-    args: argparse.Namespace, data: DataConfig, seq_len: int, start: _Start, out: Path
-) -> str:
-    """Writes the token files; the digest of the text."""
+def _split(
+    args: argparse.Namespace, data: DataConfig, parts: dict[str, list[Any]]
+) -> dict[str, list[Any]]:
+    """The parts, with rows held out of the first where there is none to watch.
+
+    Raises:
+        RequestError: nothing is left to train on.
+    """
     from rooflax.train.corpus import split_held_out
 
-    parts = _parts(args, data)
-    digest = _digest(parts)
-    if not parts["valid"]:
-        parts["train"], parts["valid"] = split_held_out(parts["train"], data.held_out_fraction)
-    training, held_out, test = parts.values()
+    training, held_out = parts["train"], parts["valid"]
+    if not held_out:
+        training, held_out = split_held_out(training, data.held_out_fraction)
     if held_out and not training:
         raise RequestError(
             f"all {len(held_out)} documents are held out; give more, or less to "
@@ -332,6 +425,17 @@ def _encode(
         raise RequestError(
             f"--data {' '.join(args.data)} holds no text to train on; see --glob and --text-field."
         )
+    return parts | {"train": training, "valid": held_out}
+
+
+def _encode(
+    args: argparse.Namespace, data: DataConfig, seq_len: int, start: _Start, out: Path
+) -> str:
+    """Writes the token files; the digest of the text."""
+    parts = _parts(args, data)
+    digest = _digest(parts)
+    parts = _split(args, data, parts)
+    training, held_out, test = parts.values()
     out.mkdir(parents=True, exist_ok=True)
     if not args.quiet:
         tested = f", {len(test)} to test" if test else ""
@@ -342,7 +446,7 @@ def _encode(
             _train_tokenizer(training, args.vocab_size, start, out)
     tokenizer = _tokenizer(start)
     with terminal.status("encoding", args.quiet):
-        said = _write_tokens(parts, tokenizer, data, seq_len, out)
+        said = _write_tokens(parts, tokenizer, data, seq_len, out, args.train_mode)
     if not args.quiet:
         for line in said:
             terminal.say(line)
@@ -350,11 +454,16 @@ def _encode(
 
 
 def _write_tokens(
-    parts: dict[str, list[Row]], tokenizer: Tokenizer, data: DataConfig, seq_len: int, out: Path
+    parts: dict[str, list[Any]],
+    tokenizer: Tokenizer,
+    data: DataConfig,
+    seq_len: int,
+    out: Path,
+    mode: str,
 ) -> list[str]:
     """Writes the token files; what is to be said of them."""
     from rooflax.train.data import separator_of, write_corpus
-    from rooflax.train.rows import Cuts, encode_rows, has_whole_rows
+    from rooflax.train.rows import Cuts, encode_pairs, encode_rows, has_whole_rows
 
     separator = separator_of(tokenizer)
     if separator is None:
@@ -363,10 +472,11 @@ def _write_tokens(
             f"between documents; name one as eos_token in its tokenizer_config.json."
         )
     said, cuts = [], Cuts()
+    encode = encode_pairs if mode in PREFERENCES else encode_rows
     for part, rows in parts.items():
         info = write_corpus(
             out / f"{TOKEN_FILES[part]}.bin",
-            encode_rows(rows, tokenizer, separator, data, seq_len, cuts),
+            encode(rows, tokenizer, separator, data, seq_len, cuts),
             tokenizer.vocab_size,
             is_whole=has_whole_rows(rows),
         )
@@ -375,7 +485,7 @@ def _write_tokens(
                 f"no row of the {part} data has anything left to train once it is cut to "
                 f"--seq-len {seq_len}; raise --seq-len."
             )
-        if part == "train" and data.masks:
+        if part == "train" and (data.masks or mode in PREFERENCES):
             said.append(f"{info.num_trained:,} of {info.num_tokens:,} tokens are trained")
     if cuts.shortened:
         left_out = f"; {cuts.dropped:,} of them train nothing and are left out"
@@ -439,11 +549,13 @@ def _save(out: Path, start: _Start, result: TrainResult, dtype: str) -> Path:
     return out / "model"
 
 
-def _report_memory(args: argparse.Namespace, model: Model, config: TrainConfig) -> None:
+def _report_memory(
+    args: argparse.Namespace, model: Model, config: TrainConfig, rollouts: Rollouts | None
+) -> None:
     from rooflax.models.memory import gib
     from rooflax.train.memory import training_memory
 
-    parts = training_memory(model, config)
+    parts = training_memory(model, config, rollouts)
     if args.json:
         terminal.print_json({"bytes": dict(parts), "total": sum(parts.values())})
         return
@@ -479,6 +591,7 @@ def _report(args: argparse.Namespace, result: TrainResult, folder: Path) -> None
                 "loss": result.loss,
                 "held_out_loss": result.held_out_loss,
                 "bits_per_byte": result.bits_per_byte,
+                **result.held_out,
                 "test_loss": result.test_loss,
                 "best_step": result.best_step,
             }
@@ -486,7 +599,10 @@ def _report(args: argparse.Namespace, result: TrainResult, folder: Path) -> None
         return
     held_out = ""
     if result.held_out_loss is not None:
-        held_out = f", held out {result.held_out_loss:.4f} ({result.bits_per_byte:.4f} bits/byte)"
+        held_out = f", held out {result.held_out_loss:.4f}"
+    if result.bits_per_byte is not None:
+        held_out += f" ({result.bits_per_byte:.4f} bits/byte)"
+    held_out += "".join(f", {name} {mean:.4f}" for name, mean in result.held_out.items())
     test = "" if result.test_loss is None else f", test {result.test_loss:.4f}"
     loss = "" if result.loss is None else f", loss {result.loss:.4f}"
     print(f"{counted(result.step, 'step')}, {result.tokens:,} tokens{loss}{held_out}{test}")

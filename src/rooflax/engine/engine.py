@@ -226,6 +226,14 @@ class Engine:
             lists=self.runner.num_data_shards,
         )
 
+    def use(self, model: AnyModel) -> None:
+        """Runs other weights of the same shapes from now on; what is cached of the old ones goes.
+
+        No sequence may be running.
+        """
+        self.model = self.runner.model = model
+        self.forget_all()
+
     def forget_all(self) -> None:
         """Lets go of every sequence that waits or runs."""
         self.scheduler = self._new_scheduler()

@@ -77,8 +77,7 @@ def _names(attention: Attention) -> TensorNames:
             *pair(f"{layer}.mlp.norm", f"{layer}.post_attention_layernorm"),
             *pair(f"{layer}.mlp.up", f"{layer}.mlp.dense_h_to_4h"),
             *pair(f"{layer}.mlp.down", f"{layer}.mlp.dense_4h_to_h"),
-        ),
-        either=("lm_head",),
+        )
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -123,12 +124,10 @@ async def load_lora(service: Service, request: Request, body: Any) -> Response:
     name, path = fields["lora_name"], fields["lora_path"]
     if name in service.base_names:
         raise ApiError(f"lora_name is {name[:80]!r}, the model's own.", param="lora_name")
-    try:
+    folder = None
+    with suppress(OSError, ValueError):  # a name that no file can have
         folder = (root / path).resolve()
-        is_inside = folder.is_relative_to(root) and folder.is_dir()
-    except (OSError, ValueError):
-        is_inside = False
-    if not is_inside:
+    if folder is None or not folder.is_relative_to(root) or not folder.is_dir():
         raise ApiError("lora_path is no folder inside --allow-lora-loading.", param="lora_path")
     await service.ready().load_lora(name, folder)
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")

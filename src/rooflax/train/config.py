@@ -16,11 +16,18 @@ DEFAULTS: Mapping[str, Mapping[str, float]] = {
     "new weights": {"learning_rate": 1e-3, "weight_decay": 0.1},
     "full": {"learning_rate": 2e-5, "weight_decay": 0.0},
     "lora": {"learning_rate": 1e-4, "weight_decay": 0.0},
+    "full, not sft": {"learning_rate": 1e-6, "weight_decay": 0.0},
+    "lora, not sft": {"learning_rate": 1e-5, "weight_decay": 0.0},
 }
 """Fields that nobody sets, by what is trained: random weights; all of a checkpoint's, which more
-would undo; an adapter beside them, whose B begins as zeros."""
+would undo; an adapter beside them, whose B begins as zeros; and both by preferences or rewards."""
 SAVE_DTYPES = ("bfloat16", "float32", "float16")
 
+SFT, DPO, ORPO, GRPO = "sft", "dpo", "orpo", "grpo"
+TRAIN_MODES = (SFT, DPO, ORPO, GRPO)
+PREFERENCES = (DPO, ORPO)
+"""Modes of rows with a chosen and a rejected answer."""
+LOSS_TYPES = ("sigmoid", "hinge", "ipo", "robust")
 FINE_TUNE_TYPES = ("full", "lora")
 COMPUTE_DTYPES = ("float32", "bfloat16")
 TRUNCATIONS = ("reject", "cut")
@@ -38,6 +45,10 @@ NEW = DEFAULTS["new weights"]
 _field = partial(declare, group="training")
 ADAPTERS = "adapters"
 _adapter = partial(declare, group=ADAPTERS)
+PAIRS = "preferences"
+_pairs = partial(declare, group=PAIRS)
+REWARDS = "rewards"
+_rewards = partial(declare, group=REWARDS)
 _data = partial(declare, group="what to train")
 
 
@@ -157,6 +168,31 @@ class TrainConfig:
         default="all-linear", metavar="NAMES")
     num_layers: int | None = _adapter(
         Whole(1), "the last layers alone", shown_default="all", metavar="N")
+    train_mode: Literal["sft", "dpo", "orpo", "grpo"] = _pairs(
+        Choice(TRAIN_MODES), "sft trains on rows as they are; dpo and orpo prefer the chosen of "
+        "two answers; grpo samples answers and learns from their rewards", default=SFT,
+        metavar="MODE")
+    beta: float | None = _pairs(
+        Number(0), "what leaving the starting model costs (dpo, grpo), the odds ratio's weight "
+        "(orpo)", shown_default="0.1, of grpo 0, which needs no reference", metavar="X")
+    loss_type: Literal["sigmoid", "hinge", "ipo", "robust"] = _pairs(
+        Choice(LOSS_TYPES), "of dpo", default="sigmoid", metavar="TYPE")
+    label_smoothing: float = _pairs(
+        Number(0, 0.5, below=True), "of dpo, share of pairs that are the wrong way round",
+        default=0.0, metavar="X")
+    reward: str | None = _rewards(
+        Text(), "of grpo: a Python function that gives completions their rewards; the file is your "
+        "code, and runs", metavar="FILE.py:FUNCTION")
+    num_generations: int = _rewards(
+        Whole(2), "answers to each prompt, whose rewards are compared; a step's --batch has all of "
+        "them", default=8, metavar="N")
+    max_completion_length: int = _rewards(
+        Whole(1), "tokens of an answer at most", default=256, metavar="N")
+    epsilon: float = _rewards(
+        Number(0, 1, above=True, below=True), "how far from 1 the ratio of probabilities counts",
+        default=0.2, metavar="X")
+    num_iterations: int = _rewards(
+        Whole(1), "updates by the answers of a step", default=1, metavar="N")
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -170,16 +206,37 @@ class TrainConfig:
         if (self.patience or self.save_best) and not self.eval_every:
             raise RequestError("`patience` and `save_best` need held-out losses: set `eval_every`.")
         if self.fine_tune_type == "full":
-            own = (one for one in declarations(TrainConfig).values() if one.group == ADAPTERS)
-            if given := [one.name for one in own if getattr(self, one.name) != one.default]:
-                raise RequestError(f"`{given[0]}` is of an adapter; set `fine_tune_type` to lora.")
+            self._check_unset(ADAPTERS, "an adapter; set `fine_tune_type` to lora")
+        if self.train_mode == SFT:
+            self._check_unset(PAIRS, "preferences; set `train_mode` to dpo or orpo")
+        elif self.train_mode != DPO:
+            said = f"dpo, and `train_mode` is {self.train_mode}"
+            self._check_unset(PAIRS, said, "train_mode", "beta")
+        if self.train_mode == GRPO:
+            self._check_rewards()
+        else:
+            self._check_unset(REWARDS, "rewards; set `train_mode` to grpo")
+        if self.label_smoothing and self.loss_type not in ("sigmoid", "robust"):
+            raise RequestError(
+                f"`label_smoothing` is of the sigmoid and robust losses, and `loss_type` is "
+                f"{self.loss_type}."
+            )
+        if self.train_mode != SFT and self.beta is None:
+            object.__setattr__(self, "beta", 0.0 if self.train_mode == GRPO else 0.1)
+        if self.train_mode in PREFERENCES and not self.beta:
+            raise RequestError(f"`beta` is 0, by which {self.train_mode} learns nothing.")
         self._check_divides("batch_size", self.batch_size, self.micro_batches or 1)
         if self.warmup_steps is None and self.epochs is None:
             object.__setattr__(self, "warmup_steps", self.num_steps // 10)
 
     @property
+    def rows_per_step(self) -> int:
+        """Rows of tokens: two of a pair."""
+        return self.batch_size * (2 if self.train_mode in PREFERENCES else 1)
+
+    @property
     def tokens_per_step(self) -> int:
-        return self.batch_size * self.seq_len
+        return self.rows_per_step * self.seq_len
 
     @property
     def num_steps(self) -> int:
@@ -224,7 +281,7 @@ class TrainConfig:
         if type(saved.get("steps")) is int and self.num_steps > saved["steps"]:
             may_change = MAY_CHANGE | LENGTH
         for field in fields(self):
-            is_new = declarations(TrainConfig)[field.name].group == ADAPTERS  # 0.1.0 had none
+            is_new = declarations(TrainConfig)[field.name].group != "training"  # 0.1.0 had none
             otherwise = field.default if is_new else None
             now, then = getattr(self, field.name), saved.get(field.name, otherwise)
             if field.name not in may_change and now != then:
@@ -234,6 +291,23 @@ class TrainConfig:
                 raise RequestError(
                     f"{field.name} is {now!r}, but the checkpoint was trained with {then!r}; {how}."
                 )
+
+    def _check_rewards(self) -> None:
+        if self.reward is None:
+            raise RequestError("`train_mode` grpo needs `reward`: FILE.py:FUNCTION.")
+        if self.layers != "unrolled" or self.seq_len <= self.max_completion_length:
+            raise RequestError(
+                f"`train_mode` grpo samples with `layers` unrolled, and prompts have the tokens of "
+                f"`seq_len` that `max_completion_length` leaves; they are {self.layers}, "
+                f"{self.seq_len} and {self.max_completion_length}."
+            )
+        self._check_divides("batch_size", self.batch_size, self.num_generations)
+
+    def _check_unset(self, group: str, said: str, *besides: str) -> None:
+        own = (one for one in declarations(TrainConfig).values() if one.group == group)
+        given = [one.name for one in own if getattr(self, one.name) != one.default]
+        if other := [name for name in given if name not in besides]:
+            raise RequestError(f"`{other[0]}` is of {said}.")
 
     def _check_divides(self, name: str, value: int, divisor: int) -> None:
         if value % divisor:

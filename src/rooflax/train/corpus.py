@@ -64,9 +64,39 @@ class Completion:
     completion: str
 
 
-Row = Document | Conversation | Completion
+@dataclass(frozen=True)
+class Preference:
+    """A row of a prompt with two answers, of which one is preferred.
+
+    Attributes:
+        chosen, rejected: the prompt with each.
+    """
+
+    name: str
+    where: str
+    chosen: Conversation | Completion
+    rejected: Conversation | Completion
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A row that the model answers itself.
+
+    Attributes:
+        prompt: a text, or messages.
+        columns: what else the row has, by its keys.
+    """
+
+    name: str
+    where: str
+    prompt: str | tuple[dict[str, Any], ...]
+    columns: dict[str, Any]
+    tools: tuple[dict[str, Any], ...] | None = None
+
+
+Row = Document | Conversation | Completion | Preference
 PARTS = ("train", "valid", "test")
-AnyRow = TypeVar("AnyRow", bound=Row)
+AnyRow = TypeVar("AnyRow", bound=Row | Prompt)
 
 
 def dataset_files(folder: Path) -> dict[str, Path]:
@@ -109,22 +139,37 @@ def file_documents(paths: Sequence[Path], *, field: str | None = None) -> Iterat
 
     Args:
         field: key of the text in a JSONL line, whatever other keys there are; None looks for
-            `messages` (and `tools`), then `prompt` and `completion`, then `text`.
+            `messages` (and `tools`), then `prompt` and `completion`, then `chosen` and `rejected`,
+            then `text`.
 
     Raises:
         RequestError: a file is missing or not UTF-8, or a line is no row.
     """
     for path in paths:
-        try:
-            text = read_regular(path, MAX_FILE_BYTES).decode("utf-8")
-        except OSError as error:
-            raise RequestError(f"cannot read {path}: {error.strerror or error}.") from None
-        except UnicodeDecodeError:
-            raise RequestError(f"{path} is not UTF-8; convert it first.") from None
         if path.suffix == ".jsonl":
-            yield from _jsonl_rows(path, text, field)
-        elif text:
+            yield from _jsonl_rows(path, field)
+        elif text := _read(path):
             yield Document(path.name, text)
+
+
+def file_prompts(paths: Sequence[Path]) -> Iterator[Prompt]:
+    """Rows of .jsonl files that have a `prompt`, a text or messages, and perhaps `tools`; all
+    other keys are columns.
+
+    Raises:
+        RequestError: as for `file_documents`.
+    """
+    for path in paths:
+        if path.suffix != ".jsonl":
+            raise RequestError(f"{path} is no .jsonl file; prompts are the lines of those.")
+        for value, name, where in _jsonl_values(path):
+            if not isinstance(value, dict) or "prompt" not in value:
+                raise RequestError(f"{where} is not a JSON object with a prompt.")
+            prompt = value["prompt"]
+            if not isinstance(prompt, str):
+                prompt = _messages(value, "prompt", where)
+            columns = {key: each for key, each in value.items() if key not in ("prompt", "tools")}
+            yield Prompt(name, where, prompt, columns, _tools(value, where))
 
 
 def is_held_out(name: str, fraction: float = HELD_OUT_FRACTION) -> bool:
@@ -155,20 +200,38 @@ def _read_text(path: Path) -> str | None:
         return None
 
 
-def _jsonl_rows(path: Path, text: str, field: str | None) -> Iterator[Row]:
-    for number, line in enumerate(text.split("\n"), start=1):
+def _read(path: Path) -> str:
+    try:
+        return read_regular(path, MAX_FILE_BYTES).decode("utf-8")
+    except OSError as error:
+        raise RequestError(f"cannot read {path}: {error.strerror or error}.") from None
+    except UnicodeDecodeError:
+        raise RequestError(f"{path} is not UTF-8; convert it first.") from None
+
+
+def _jsonl_values(path: Path) -> Iterator[tuple[Any, str, str]]:
+    """Of each line that is not empty its value, None where it is not JSON, its name and where it
+    is."""
+    for number, line in enumerate(_read(path).split("\n"), start=1):
         if not line.strip():
             continue
-        name, where = f"{path.name}:{number}", f"line {number} of {path}"
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
             value = None
+        yield value, f"{path.name}:{number}", f"line {number} of {path}"
+
+
+def _jsonl_rows(path: Path, field: str | None) -> Iterator[Row]:
+    for value, name, where in _jsonl_values(path):
         row = _row(value, name, where, field) if isinstance(value, dict) else None
         if row is None:
             wanted = f"a string under {field or 'text'!r}"
             if field is None:
-                wanted = f"messages, a prompt and a completion, or {wanted} (see --text-field)"
+                wanted = (
+                    f"messages, a prompt and a completion, a chosen and a rejected answer, or "
+                    f"{wanted} (see --text-field)"
+                )
             raise RequestError(f"{where} is not a JSON object with {wanted}.")
         if not isinstance(row, Document) or row.text:
             yield row
@@ -177,21 +240,56 @@ def _jsonl_rows(path: Path, text: str, field: str | None) -> Iterator[Row]:
 def _row(value: dict[str, Any], name: str, where: str, field: str | None) -> Row | None:
     """A line's row, by its keys; None without any that is known."""
     if field is None and "messages" in value:
-        tools = value.get("tools")
-        if tools is not None and not _are_objects(tools):
-            raise RequestError(f"{where} has tools that are not a list of JSON objects.")
         messages = _messages(value, "messages", where)
-        return Conversation(name, where, messages, None, tuple(tools) if tools else None)
+        return Conversation(name, where, messages, None, _tools(value, where))
     if field is None and {"prompt", "completion"} <= value.keys():
-        prompt, completion = value["prompt"], value["completion"]
-        if isinstance(prompt, str) and isinstance(completion, str):
-            return Completion(name, where, prompt, completion)
-        before = _messages(value, "prompt", where)
-        return Conversation(
-            name, where, before + _messages(value, "completion", where), len(before)
-        )
+        return _answered(value, "completion", name, where)
+    if field is None and {"chosen", "rejected"} <= value.keys():
+        return _preference(value, name, where)
     found = value.get(field or "text")
     return Document(name, found) if isinstance(found, str) and _is_unicode(found) else None
+
+
+def _answered(value: dict[str, Any], key: str, name: str, where: str) -> Conversation | Completion:
+    """A prompt with the answer under a key, both texts or both messages."""
+    prompt, answer = value["prompt"], value[key]
+    if isinstance(prompt, str) and isinstance(answer, str):
+        return Completion(name, where, prompt, answer)
+    before = _messages(value, "prompt", where)
+    messages = before + _messages(value, key, where)
+    return Conversation(name, where, messages, len(before), _tools(value, where))
+
+
+def _preference(value: dict[str, Any], name: str, where: str) -> Preference:
+    """A pair; a prompt that is not stated is what both answers begin with, as TRL takes it."""
+    chosen, rejected = value["chosen"], value["rejected"]
+    if "prompt" not in value:
+        if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
+            raise RequestError(
+                f"{where} has chosen and rejected that are neither two texts nor two lists of "
+                f"messages."
+            )
+        both = enumerate(zip(chosen, rejected, strict=False))
+        same = next((index for index, (a, b) in both if a != b), 0)
+        if isinstance(chosen, str) and chosen[:same].endswith(" "):
+            same -= 1  # the space belongs to the answers
+        if same == 0:
+            raise RequestError(
+                f"{where} has no prompt, which is what chosen and rejected begin with before they "
+                f"differ."
+            )
+        value = value | {
+            "prompt": chosen[:same], "chosen": chosen[same:], "rejected": rejected[same:],
+        }  # fmt: skip
+    pair = (_answered(value, key, name, where) for key in ("chosen", "rejected"))
+    return Preference(name, where, *pair)
+
+
+def _tools(value: dict[str, Any], where: str) -> tuple[dict[str, Any], ...] | None:
+    tools = value.get("tools")
+    if tools is not None and not _are_objects(tools):
+        raise RequestError(f"{where} has tools that are not a list of JSON objects.")
+    return tuple(tools) if tools else None
 
 
 def _messages(value: dict[str, Any], key: str, where: str) -> tuple[dict[str, Any], ...]:

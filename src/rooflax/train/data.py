@@ -197,7 +197,7 @@ class Rows:
         self._whole: list[list[tuple[int, int]]] = []
         if corpus.info.is_whole:
             starts = np.flatnonzero(corpus.flags & STARTS)
-            self._whole = fit(starts, np.diff(starts, append=corpus.tokens.size), seq_len + 1)
+            self._whole = self._fit(starts, np.diff(starts, append=corpus.tokens.size))
             self.num_rows = len(self._whole)
         else:
             self.num_rows = (corpus.tokens.size - seq_len) // seq_len
@@ -208,16 +208,23 @@ class Rows:
             )
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)
 
-    def batch(self, step: int, batch_size: int) -> PackedBatch:
+    def _fit(self, starts: np.ndarray, lengths: np.ndarray) -> list[list[tuple[int, int]]]:
+        return fit(starts, lengths, self.seq_len + 1)
+
+    def batch(self, step: int, batch_size: int) -> Any:
         """The rows of step `step`, counted from 0: a pure function of (seed, step)."""
+        return self._pack(self.numbers(step, batch_size))
+
+    def numbers(self, step: int, batch_size: int) -> list[tuple[int, int]]:
+        """The rows of a step by number, with the offset at which they are cut."""
         rows = []
         for number in range(step * batch_size, (step + 1) * batch_size):
             epoch, index = divmod(number, self.num_rows)
             order, offset = self._epoch(epoch)
             rows.append((int(order[index]), offset))
-        return self._pack(rows)
+        return rows
 
-    def spread(self, num_batches: int | None, batch_size: int) -> Iterator[PackedBatch]:
+    def spread(self, num_batches: int | None, batch_size: int) -> Iterator[Any]:
         """Batches spread evenly over the corpus, in order, the same each time (for evaluation).
 
         Args:
@@ -229,17 +236,15 @@ class Rows:
         for first in range(0, wanted, batch_size):
             some = rows[first : first + batch_size]
             missing = batch_size - len(some)
-            batch = self._pack(some + [(0, 0)] * missing)
-            batch.mask[batch_size - missing :] = 0.0
-            yield batch
+            yield self._pack(some + [(0, 0)] * missing, missing)
 
     def _make_epoch(self, epoch: int) -> tuple[np.ndarray, int]:
         rng = np.random.default_rng((self.seed, epoch))
         offset = int(rng.integers(self.seq_len))
         return rng.permutation(self.num_rows), offset
 
-    def _pack(self, rows: list[tuple[int, int]]) -> PackedBatch:
-        """The rows of some numbers, each cut at an offset."""
+    def _pack(self, rows: list[tuple[int, int]], missing: int = 0) -> Any:
+        """The rows of some numbers, each cut at an offset; the last ones masked."""
         ids = np.zeros((len(rows), self.seq_len + 1), np.int32)
         flags = np.full(ids.shape, STARTS, np.uint8)  # what stays empty is nobody's
         for row, (number, offset) in enumerate(rows):
@@ -250,7 +255,9 @@ class Rows:
                 ids[row, at : at + length] = self.corpus.tokens[start : start + length]
                 flags[row, at : at + length] = self.corpus.flags[start : start + length]
                 at += length
-        return pack(ids, flags)
+        batch = pack(ids, flags)
+        batch.mask[len(rows) - missing :] = 0.0
+        return batch
 
 
 def fit(starts: np.ndarray, lengths: np.ndarray, room: int) -> list[list[tuple[int, int]]]:

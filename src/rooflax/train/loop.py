@@ -10,13 +10,14 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rooflax.errors import CheckpointError, EngineError, RequestError
 from rooflax.files import only_writer
@@ -37,14 +38,23 @@ from rooflax.train.checkpoint import (
     remove_unfinished,
     save_checkpoint,
 )
-from rooflax.train.config import TrainConfig
+from rooflax.train.config import DPO, PREFERENCES, SFT, TrainConfig
 from rooflax.train.data import Corpus, Rows
 from rooflax.train.log import TrainLog, best_held_out, read_log
 from rooflax.train.plot import plot_curves
+from rooflax.train.preferences import (
+    PairRows,
+    load_reference,
+    make_reference,
+    preference_loss,
+    save_reference,
+)
 from rooflax.train.report import write_report
 from rooflax.train.step import (
+    Loss,
     Metrics,
     TrainState,
+    cross_entropy,
     init_state,
     learning_rate,
     make_eval_step,
@@ -74,6 +84,7 @@ class TrainResult:
         tokens: tokens seen.
         loss: of the last step; None if there was none.
         held_out_loss, bits_per_byte: over all held-out rows; None if interrupted or without any.
+        held_out: further means over them, by name.
         test_loss: over all rows to test; None if interrupted or without any.
         interrupted: stopped by SIGINT; a checkpoint was saved.
         adapter: what LoRA has trained; None where all weights were.
@@ -94,16 +105,53 @@ class TrainResult:
     best_step: int | None = None
     stopped_early: bool = False
     adapter: TrainedAdapter | None = None
+    held_out: Mapping[str, float] = field(default_factory=dict)
+
+
+class Rollouts(Protocol):
+    """Batches that the model at hand makes itself, as `rl.rollouts` has them."""
+
+    @property
+    def has_held_out(self) -> bool:
+        """Whether `evaluate` has held-out rows."""
+        ...
+
+    def start(self, model: Model, fixed: Any, lora: LoraTraining | None) -> None:
+        """Before anything else; the weights are the reference."""
+        ...
+
+    def loss(self, model: Model, config: TrainConfig, lora: LoraTraining | None) -> Loss:
+        """What is lowered on them."""
+        ...
+
+    def shapes(self) -> Any:
+        """Of a batch."""
+        ...
+
+    def cache_bytes(self) -> int:
+        """Of the sampler's KV cache."""
+        ...
+
+    def batch(self, step: int, weights: Any) -> tuple[Any, dict[str, float]]:
+        """The batch of a step, with numbers to log."""
+        ...
+
+    def evaluate(
+        self, part: str, num_batches: int | None, weights: Any
+    ) -> tuple[float | None, dict[str, float]]:
+        """A loss of the "held-out" or "test" part, and further means by name."""
+        ...
 
 
 def run_training(
     model: Model,
     config: TrainConfig,
-    training: Corpus,
+    training: Corpus | None,
     held_out: Corpus | None,
     folder: Path,
     *,
     test: Corpus | None = None,
+    rollouts: Rollouts | None = None,
     progress: bool | None = None,
     say: Callable[[str], None] | None = None,
     keeps_model: bool = True,
@@ -117,6 +165,7 @@ def run_training(
         model: where to start; its weights are copied. A resumed run takes only its architecture.
         held_out: for held-out losses; None does without.
         test: for one loss at the end.
+        rollouts: in place of all corpora.
         folder: of this run, outside of which nothing is written.
         progress: show a bar on stderr; None shows it on a terminal.
         say: takes a line whenever there is something to know: where a run goes on, held-out losses.
@@ -132,8 +181,8 @@ def run_training(
     check_not_forked()
     check_trainable(model, config)
     with only_writer(folder, folder / ".run.lock", makes_folders=True):
-        run = _Run(model, config, training, held_out, test, folder, say)
-        if not keeps_model and run.lora is None:
+        run = _Run(model, config, training, held_out, test, folder, say, rollouts)
+        if not keeps_model and run.lora is None and rollouts is None:
             for leaf in jax.tree.leaves((model.weights, run.model.weights)):
                 leaf.delete()
         return run.train(progress)
@@ -141,8 +190,23 @@ def run_training(
 
 def resolved(config: TrainConfig, training: Corpus) -> TrainConfig:
     """The settings with their length in steps, and their micro-batches."""
-    num_rows = 0 if config.epochs is None else Rows(training, config.seq_len).num_rows
-    return config.resolved(num_rows, CPU_TOKENS if jax.default_backend() == "cpu" else None)
+    num_rows = 0 if config.epochs is None else rows_of(config)(training, config.seq_len).num_rows
+    return config.resolved(num_rows, tokens_at_once())
+
+
+def tokens_at_once() -> int | None:
+    """Tokens of a micro-batch that is chosen here; None is all."""
+    return CPU_TOKENS if jax.default_backend() == "cpu" else None
+
+
+def rows_of(config: TrainConfig) -> type[Rows]:
+    return PairRows if config.train_mode in PREFERENCES else Rows
+
+
+def make_loss(model: Model, config: TrainConfig, lora: LoraTraining | None) -> Loss:
+    """What the run lowers, by its `train_mode`."""
+    make = preference_loss if config.train_mode in PREFERENCES else cross_entropy
+    return make(model, config, lora)
 
 
 def check_trainable(model: Model, config: TrainConfig) -> None:
@@ -197,35 +261,47 @@ class _Run:
         self,
         model: Model,
         config: TrainConfig,
-        training: Corpus,
+        training: Corpus | None,
         held_out: Corpus | None,
         test: Corpus | None,
         folder: Path,
         say: Callable[[str], None] | None,
+        rollouts: Rollouts | None,
     ):
         check_seq_len(config, model.max_model_len)
-        config = resolved(config, training)
+        if training is not None:
+            config = resolved(config, training)
+            _check_ids(model, training, "corpus")
         self.config, self.folder, self.held_out = config, folder, held_out
-        self._say = say
-        if (config.patience or config.save_best) and held_out is None:
+        self._say, self.rollouts = say, rollouts
+        watches = held_out is not None or (rollouts is not None and rollouts.has_held_out)
+        if (config.patience or config.save_best) and not watches:
             raise RequestError("`patience` and `save_best` need held-out rows, and there are none.")
-        _check_ids(model, training, "corpus")
         self.model = model.stacked() if config.layers == "scan" else model
-        self.rows = Rows(training, config.seq_len, config.seed)
-        self.held_out_rows = self._other_rows(held_out, "held-out corpus")
-        self.test_rows = self._other_rows(test, "corpus to test on")
+        self.rows = training and rows_of(config)(training, config.seq_len, config.seed)
+        self.other_rows = {
+            "held-out": self._other_rows(held_out, "held-out corpus"),
+            "test": self._other_rows(test, "corpus to test on"),
+        }
         self.lora = LoraTraining(self.model, config) if config.fine_tune_type == LORA else None
         self.fixed = self.model.rope if self.lora is None else self.model
         self.optimizer = make_optimizer(model.table, self.model.weights, config)
-        self.train_step = make_train_step(self.model, self.optimizer, config, self.lora)
-        self.eval_step = make_eval_step(self.model, config, self.lora)
+        make = make_loss if rollouts is None else rollouts.loss
+        loss = make(self.model, config, self.lora)
+        self.train_step = make_train_step(self.model, self.optimizer, config, self.lora, loss)
+        loss = make(self.model, replace(config, remat=None), self.lora)
+        self.eval_step = make_eval_step(self.model, config, self.lora, loss)
         self.rate = learning_rate(config)
         self.loss: float | None = None
-        self.unsettled: tuple[int, float, Metrics] | None = None
+        self.unsettled: tuple[int, float, Metrics, dict[str, float]] | None = None
         self.began = 0.0
         self.saved_step, self.best_step = -1, None
+        if rollouts is not None:
+            rollouts.start(self.model, self.fixed, self.lora)
         self.state, position = self._start()
         self.step = int(self.state.step)
+        if config.train_mode == DPO:
+            self.take_reference(is_resumed=position > 0)
         self.log = TrainLog(folder / "log.jsonl", position)
         try:
             lines = read_log(folder / "log.jsonl")
@@ -243,7 +319,7 @@ class _Run:
         if corpus is None:
             return None
         _check_ids(self.model, corpus, called)
-        return Rows(corpus, self.config.seq_len, called=called)
+        return rows_of(self.config)(corpus, self.config.seq_len, called=called)
 
     @property
     def architecture(self) -> dict[str, Any]:
@@ -271,6 +347,33 @@ class _Run:
         state = load_state(found[-1], state)
         self.say_resumed(info)
         return state, info["log_position"]
+
+    def take_reference(self, *, is_resumed: bool) -> None:
+        """What DPO measures from: log-probabilities of the answers under the model that was given,
+        of all pairs that the run will see and that are not yet in the file."""
+        path = self.folder / "reference.npy"
+        every = [self.rows, *self.other_rows.values()]
+        parts = [rows for rows in every if isinstance(rows, PairRows)]
+        if is_resumed:
+            load_reference(path, parts)
+        config, wanted = self.config, [range(rows.num_rows) for rows in parts]
+        seen: set[int] = set()
+        for step in range(config.num_steps):
+            seen.update(pair for pair, _ in parts[0].numbers(step, config.batch_size))
+            if len(seen) == parts[0].num_rows:
+                break
+        missing = [
+            [pair for pair in pairs if np.isnan(rows.reference[2 * pair])]
+            for rows, pairs in zip(parts, [sorted(seen), *wanted[1:]], strict=True)
+        ]
+        if not any(missing):
+            return
+        fill = make_reference(self.model, replace(config, remat=None), self.lora)
+        start = self.model.weights if self.lora is None else self.lora.start()
+        for rows, pairs in zip(parts, missing, strict=True):
+            fill(start, self.fixed, rows, pairs)
+        save_reference(path, parts)
+        self.say(f"the model's own log-probabilities of {sum(map(len, missing)):,} pairs are taken")
 
     def say(self, line: str) -> None:
         """A line above the bar."""
@@ -310,21 +413,22 @@ class _Run:
             self.save()
             self.take_best(interrupted)
             held_out_loss = test_loss = None
+            held_out: dict[str, float] = {}
             if not interrupted:
-                held_out_loss = self.evaluate(self.held_out_rows, None)
-                self.log_held_out(held_out_loss, whole=True)
-                test_loss = self.evaluate(self.test_rows, None)
+                held_out_loss, held_out = self.evaluate("held-out", None)
+                self.log_held_out(held_out_loss, held_out, whole=True)
+                test_loss, _ = self.evaluate("test", None)
         result = self.result(held_out_loss, interrupted, was_complete)
-        return replace(result, test_loss=test_loss)
+        return replace(result, test_loss=test_loss, held_out=held_out)
 
     def advance(self, bar: Any) -> None:
         """One step, and what is due after it."""
-        batch = self.rows.batch(self.step, self.config.batch_size)
+        batch, more = self.batch()
         lr = float(self.rate(self.step))
         self.state, metrics = self.train_step(self.state, self.fixed, batch)
         self.settle(bar)
         self.step += 1
-        self.unsettled = self.step, lr, metrics
+        self.unsettled = self.step, lr, metrics, more
         if self._due(self.config.eval_every):
             self.settle(bar)
             self.watch()
@@ -338,7 +442,7 @@ class _Run:
         """Awaits the loss of the step before, while the next one runs, and logs it."""
         if self.unsettled is None:
             return
-        step, lr, metrics = self.unsettled
+        step, lr, metrics, more = self.unsettled
         self.unsettled = None
         self.loss = _finite(float(metrics.loss), step)
         now = time.perf_counter()
@@ -350,6 +454,8 @@ class _Run:
                 "loss": self.loss,
                 "lr": lr,
                 "grad_norm": float(metrics.grad_norm),
+                **more,
+                **{name: float(mean) for name, mean in metrics.more.items()},
                 "time": {
                     "step_s": round(step_s, 4),
                     "tok_per_s": round(self.config.tokens_per_step / step_s, 1),
@@ -357,16 +463,24 @@ class _Run:
             }
         )
         bar.update(1)
-        bar.set_postfix_str(f"loss {self.loss:.3f}", refresh=False)
+        reward = f", reward {more['reward']:.3f}" if "reward" in more else ""
+        bar.set_postfix_str(f"loss {self.loss:.3f}{reward}", refresh=False)
+
+    def batch(self) -> tuple[Any, dict[str, float]]:
+        """Of the next step, and numbers to log."""
+        if self.rollouts is not None:
+            return self.rollouts.batch(self.step, self.state.weights)
+        assert self.rows is not None
+        return self.rows.batch(self.step, self.config.batch_size), {}
 
     def watch(self) -> None:
         """A held-out loss on the way, unless this step has one."""
         if self.held_out_lines and self.held_out_lines[-1]["step"] == self.step:
             return
-        loss = self.evaluate(self.held_out_rows, self.config.eval_batches)
+        loss, more = self.evaluate("held-out", self.config.eval_batches)
         if loss is None:
             return
-        self.log_held_out(loss, whole=False)
+        self.log_held_out(loss, more, whole=False)
         best = self.best()
         is_best = best["step"] == self.step
         said = "the best so far" if is_best else (
@@ -375,7 +489,8 @@ class _Run:
         training = "" if self.loss is None else f"loss {self.loss:.4f}, "
         if self.step == 0:
             said = "before training"
-        self.say(f"step {self.step:,}: {training}held-out loss {loss:.4f} ({said})")
+        further = "".join(f", {name} {mean:.4f}" for name, mean in more.items())
+        self.say(f"step {self.step:,}: {training}held-out loss {loss:.4f} ({said}){further}")
         if is_best and self.config.save_best:
             save_checkpoint(self.folder / "best", self.weights_alone(), {}, keep=1)
 
@@ -409,29 +524,43 @@ class _Run:
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0 and self.step < self.config.num_steps
 
-    def evaluate(self, rows: Rows | None, num_batches: int | None) -> float | None:
-        """Mean loss of rows in nats per token; None without any."""
+    def evaluate(self, part: str, num_batches: int | None) -> tuple[float | None, dict[str, float]]:
+        """Mean loss of a part's rows, and further means by name; None without any rows."""
+        if self.rollouts is not None:
+            return self.rollouts.evaluate(part, num_batches, self.state.weights)
+        rows = self.other_rows[part]
         if rows is None:
-            return None
+            return None, {}
         total = count = 0.0
+        more: dict[str, float] = {}
         for batch in rows.spread(num_batches, self.config.batch_size):
-            loss, tokens = self.eval_step(self.state.weights, self.fixed, batch)
-            total, count = total + float(loss), count + float(tokens)
-        return total / max(count, 1.0)
+            loss, number, sums = self.eval_step(self.state.weights, self.fixed, batch)
+            total, count = total + float(loss), count + float(number)
+            for name, value in sums.items():
+                more[name] = more.get(name, 0.0) + float(value)
+        count = max(count, 1.0)
+        return total / count, {name: value / count for name, value in more.items()}
 
-    def log_held_out(self, loss: float | None, *, whole: bool) -> None:
-        if loss is None or self.held_out is None:
+    def log_held_out(self, loss: float | None, more: Mapping[str, float], *, whole: bool) -> None:
+        if loss is None:
             return
         line = {
             "step": self.step,
             "tokens": self.step * self.config.tokens_per_step,
             "held_out_loss": loss,
-            "bits_per_byte": self.held_out.bits_per_byte(loss),
+            **self.bits_per_byte(loss),
+            **more,
             "whole": whole,
         }
         self.log.write(line)
         if not whole:
             self.held_out_lines.append(line)
+
+    def bits_per_byte(self, loss: float) -> dict[str, float]:
+        """Of a loss in nats per token, which a held-out corpus turns into bits."""
+        if self.held_out is None or self.config.train_mode != SFT:
+            return {}
+        return {"bits_per_byte": self.held_out.bits_per_byte(loss)}
 
     def save(self) -> None:
         """A checkpoint of this step, unless there is one."""
@@ -467,9 +596,7 @@ class _Run:
             model = replace(self.model, weights=weights)
         else:
             adapter = TrainedAdapter(self.lora.adapters(self.state.weights), self.lora.config)
-        bits = None
-        if held_out_loss is not None and self.held_out is not None:
-            bits = self.held_out.bits_per_byte(held_out_loss)
+        bits = {} if held_out_loss is None else self.bits_per_byte(held_out_loss)
         return TrainResult(
             model=model,
             adapter=adapter,
@@ -477,7 +604,7 @@ class _Run:
             tokens=self.step * self.config.tokens_per_step,
             loss=self.loss,
             held_out_loss=held_out_loss,
-            bits_per_byte=bits,
+            bits_per_byte=bits.get("bits_per_byte"),
             interrupted=interrupted,
             was_complete=was_complete,
             best_step=self.best_step,

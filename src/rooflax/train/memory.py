@@ -11,12 +11,16 @@ import jax.numpy as jnp
 from rooflax.models.model import Model
 from rooflax.nn.host_memory import rss_bytes
 from rooflax.train.adapters import LORA, LoraTraining
-from rooflax.train.config import TrainConfig
+from rooflax.train.config import PREFERENCES, TrainConfig
 from rooflax.train.data import PackedBatch
+from rooflax.train.loop import Rollouts, make_loss
+from rooflax.train.preferences import PairBatch
 from rooflax.train.step import init_state, make_optimizer, make_train_step
 
 
-def training_memory(model: Model, config: TrainConfig) -> Mapping[str, int]:
+def training_memory(
+    model: Model, config: TrainConfig, rollouts: Rollouts | None = None
+) -> Mapping[str, int]:
     """Bytes by part: compiles the step, and runs nothing."""
     model = model.stacked() if config.layers == "scan" else model
     optimizer = make_optimizer(model.table, model.weights, config)
@@ -24,18 +28,29 @@ def training_memory(model: Model, config: TrainConfig) -> Mapping[str, int]:
     trained = model.weights if lora is None else lora.start()
     weights = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), trained)
     state = jax.eval_shape(lambda weights: init_state(weights, optimizer), weights)
-    rows = (config.batch_size, config.seq_len)
+    rows = (config.rows_per_step, config.seq_len)
     kinds = (jnp.int32, jnp.int32, jnp.float32, jnp.int32, jnp.int32)
-    batch = PackedBatch(*(jax.ShapeDtypeStruct(rows, kind) for kind in kinds))
-    step: Any = make_train_step(model, optimizer, config, lora)
+    batch: Any = PackedBatch(*(jax.ShapeDtypeStruct(rows, kind) for kind in kinds))
+    if config.train_mode in PREFERENCES:
+        batch = PairBatch(
+            *batch,
+            reference=jax.ShapeDtypeStruct(rows[:1], jnp.float32),
+            share=jax.ShapeDtypeStruct(rows, jnp.float32),
+        )
+    if rollouts is not None:
+        batch = rollouts.shapes()
+    loss = (make_loss if rollouts is None else rollouts.loss)(model, config, lora)
+    step: Any = make_train_step(model, optimizer, config, lora, loss)
     program = step.lower(state, model.rope if lora is None else model, batch).compile()
     analysis: Any = program.memory_analysis()
     start = _bytes(model.weights)
     base = {} if lora is None else {"starting weights": start}  # all of them are given up
+    cache = {} if rollouts is None else {"the sampler's KV cache": rollouts.cache_bytes()}
     return base | {
         "trained weights, float32": _bytes(weights),
         "optimizer moments": _bytes(state.opt_state),
         "gradients, activations and logits": analysis.temp_size_in_bytes,
+        **cache,
         "the program": max(0, (rss_bytes() or start) - start),
     }
 

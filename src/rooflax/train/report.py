@@ -30,11 +30,12 @@ td, th {{ padding: 2px 16px 2px 0; text-align: left; font-variant-numeric: tabul
 <body>
 <h1>{title}</h1>
 <p>{summary}</p>
-<h2>Loss, nats per token: <span class="training">training</span>,
+<h2>Loss{unit}: <span class="training">training</span>,
 <span class="held-out">held out</span></h2>
 {loss}
 <h2>Learning rate</h2>
 {rate}
+{further}
 <h2>Held out</h2>
 {held_out}
 <h2>Settings</h2>
@@ -65,10 +66,13 @@ def report(lines: Sequence[dict[str, Any]], name: str) -> str:
     best = best_held_out(lines)
     if best is not None:
         summary += f"; best held-out loss {best['held_out_loss']:.4f} at step {best['step']:,}"
-    curves = {
-        "training": [(line["step"], line["loss"]) for line in steps],
-        "held-out": [(line["step"], line["held_out_loss"]) for line in held_out],
-    }
+    curves = {"training": _curve(steps, "loss"), "held-out": _curve(held_out, "held_out_loss")}
+    known = {"step", "tokens", "loss", "lr", "grad_norm", "time"}
+    names = [name for name in (steps[-1] if steps else ()) if name not in known]
+    further = []
+    for name in names:
+        both = {"training": _curve(steps, name), "held-out": _curve(held_out, name)}
+        further.append(f"<h2>{html.escape(name)}</h2>\n{_plot(both)}")
     rows = [
         (f"{line['step']:,}", f"{line['held_out_loss']:.4f}", "all rows" if line["whole"] else "")
         for line in held_out
@@ -77,10 +81,16 @@ def report(lines: Sequence[dict[str, Any]], name: str) -> str:
         title=html.escape(f"Training run {name}"),
         summary=summary,
         loss=_plot(curves),
-        rate=_plot({"training": [(line["step"], line["lr"]) for line in steps]}),
+        unit="" if names else ", nats per token",
+        further="\n".join(further),
+        rate=_plot({"training": _curve(steps, "lr")}),
         held_out=_table(("step", "loss", ""), rows),
         settings=_table(("setting", "value"), [*settings[-1].items()] if settings else []),
     )
+
+
+def _curve(lines: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+    return [(line["step"], line[name]) for line in lines if name in line]
 
 
 def _plot(curves: dict[str, list[tuple[int, float]]]) -> str:

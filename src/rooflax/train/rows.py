@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rooflax.errors import RequestError
@@ -16,7 +16,7 @@ from rooflax.loading.generic_tools import as_text, shows_tools
 from rooflax.loading.messages import repaired
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.train.config import DataConfig
-from rooflax.train.corpus import Completion, Conversation, Document, Row
+from rooflax.train.corpus import Completion, Conversation, Document, Preference, Row
 from rooflax.train.data import Encoded, encode_texts
 
 THREADS = 4
@@ -67,6 +67,53 @@ def encode_rows(
         yield from encode_texts(texts, tokenizer.backend, separator)
         return
 
+    for document in _encoded(rows, tokenizer, separator, config, seq_len, cuts):
+        if document is not None:
+            yield document
+
+
+def encode_pairs(
+    rows: Sequence[Row],
+    tokenizer: Tokenizer,
+    separator: int,
+    config: DataConfig,
+    seq_len: int,
+    cuts: Cuts,
+) -> Iterator[Encoded]:
+    """Tokens of preferences, each as two documents: the prompt with the chosen answer, and with the
+    rejected one; the answers are trained.
+
+    Args:
+        separator, cuts: as for `encode_rows`. A pair of which nothing of an answer is left is
+            dropped.
+
+    Raises:
+        RequestError: as for `encode_rows`, or of a row that is no preference.
+    """
+    both: list[Row] = []
+    for row in rows:
+        if not isinstance(row, Preference):
+            raise RequestError(
+                f"{_where(row)} has no chosen and rejected answer, which `train_mode` dpo and orpo "
+                f"learn from."
+            )
+        both += row.chosen, row.rejected
+    found = _encoded(both, tokenizer, separator, replace(config, mask_prompt=True), seq_len, cuts)
+    for chosen, rejected in zip(found, found, strict=True):
+        if chosen is not None and rejected is not None:
+            yield from (chosen, rejected)
+
+
+def _encoded(
+    rows: Sequence[Row],
+    tokenizer: Tokenizer,
+    separator: int,
+    config: DataConfig,
+    seq_len: int,
+    cuts: Cuts,
+) -> Iterator[Encoded | None]:
+    """Tokens of rows, in their order; None of one that is cut to nothing."""
+
     def encoded(row: Row) -> tuple[Row, list[int], list[bool] | None]:
         return row, *_encode(row, tokenizer, separator, config)
 
@@ -85,6 +132,7 @@ def encode_rows(
                     cuts.shortened += 1
                 if trained is not None and not any(trained[1:]):
                     cuts.dropped += 1
+                    yield None
                     continue
                 kept = (
                     ids if trained is None else [i for i, t in zip(ids, trained, strict=True) if t]
@@ -116,6 +164,10 @@ def _encode(
             if config.masks:
                 raise RequestError("plain text has no prompt to mask")
             return list(found.ids), None
+        if isinstance(row, Preference):
+            raise RequestError(
+                "it has a chosen and a rejected answer, which `train_mode` dpo and orpo learn from"
+            )
         if isinstance(row, Completion):
             if tokenizer.chat_template is None:
                 return _encode_completion(row, tokenizer, separator, config)

@@ -21,7 +21,7 @@ from rooflax.nn.weights import LAYER_PREFIX, WeightLine
 from rooflax.train.adapters import LoraTraining
 from rooflax.train.config import TrainConfig
 from rooflax.train.data import PackedBatch
-from rooflax.train.loss import cross_entropy_sum
+from rooflax.train.loss import cross_entropy_sum, token_losses
 
 Step = Callable[..., tuple["TrainState", "Metrics"]]
 
@@ -39,12 +39,27 @@ class TrainState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Metrics:
-    """Of one step: mean loss in nats per token, norm of the gradient before clipping, and how
-    many tokens were predicted."""
+    """Of one step: the mean loss, the norm of the gradient before clipping, what the loss is a mean
+    over (`Loss.count`), and further means by name."""
 
     loss: Float[Array, ""]
     grad_norm: Float[Array, ""]
-    num_tokens: Float[Array, ""]
+    count: Float[Array, ""]
+    more: dict[str, Float[Array, ""]]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What training lowers, as a mean: a sum, and what it is divided by.
+
+    Attributes:
+        sums: (weights, fixed, batch, seeds) -> (loss, further numbers to log by name), each summed
+            over a part of the batch; `fixed` and `seeds` as `make_token_losses` has them.
+        count: (batch) -> how many tokens (or pairs, or answers) the sums are over.
+    """
+
+    sums: Callable[..., tuple[Float[Array, ""], dict[str, Float[Array, ""]]]]
+    count: Callable[[Any], Float[Array, ""]]
 
 
 def learning_rate(config: TrainConfig) -> Callable[[Any], Any]:
@@ -73,8 +88,13 @@ def make_optimizer(
 
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019.
     """
+    rate = learning_rate(config)
+
+    def rate_of_update(count: Any) -> Any:
+        return rate(count // config.num_iterations)
+
     adamw = optax.adamw(
-        learning_rate(config),
+        rate_of_update,
         b1=config.beta1,
         b2=config.beta2,
         weight_decay=config.weight_decay,
@@ -121,60 +141,120 @@ def init_state(weights: dict[str, Any], optimizer: optax.GradientTransformation)
 
 
 def make_train_step(
-    model: Model, optimizer: Any, config: TrainConfig, lora: LoraTraining | None = None
+    model: Model,
+    optimizer: Any,
+    config: TrainConfig,
+    lora: LoraTraining | None = None,
+    loss: Loss | None = None,
 ) -> Step:
     """The jitted step: (state, fixed, batch) -> (state, metrics); the state is donated.
 
     With k micro-batches the rows are computed k at a time in a loop; each part's loss is its sum
-    over tokens divided by the whole step's count, so that the gradient is that of one batch.
+    divided by the whole step's count, so that the gradient is that of one batch.
 
     Args:
         model: gives architecture and family; its arrays are not captured.
         lora: what is trained, if not all weights.
+        loss: None is `cross_entropy`.
     """
-    loss_sum = make_loss_sum(model, config, lora)
+    loss = loss or cross_entropy(model, config, lora)
 
-    def step(state: TrainState, fixed: Any, batch: PackedBatch) -> tuple[TrainState, Metrics]:
-        total = jnp.sum(batch.mask)
-        scale = 1.0 / jnp.maximum(total, 1.0)
+    def step(state: TrainState, fixed: Any, batch: Any) -> tuple[TrainState, Metrics]:
+        count = loss.count(batch)
+        scale = 1.0 / jnp.maximum(count, 1.0)
         rows = batch.mask.shape[0]
         seeds = state.step * rows + jnp.arange(rows, dtype=jnp.int32)
-        part = jax.value_and_grad(lambda w, b: loss_sum(w, fixed, *b) * scale)
-        loss, grads = _accumulate(part, state.weights, (batch, seeds), config.micro_batches or 1)
+
+        def part(weights: Any, batch: Any) -> Any:
+            return jax.tree.map(lambda total: total * scale, loss.sums(weights, fixed, *batch))
+
+        graded = jax.value_and_grad(part, has_aux=True)
+        micro_batches = config.micro_batches or 1
+        (mean, more), grads = _accumulate(graded, state.weights, (batch, seeds), micro_batches)
         norm = global_norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.weights)
         weights = cast(dict[str, Any], optax.apply_updates(state.weights, updates))
-        return TrainState(weights, opt_state, state.step + 1), Metrics(loss, norm, total)
+        return TrainState(weights, opt_state, state.step + 1), Metrics(mean, norm, count, more)
 
-    return jax.jit(step, donate_argnums=0)
+    def steps(state: TrainState, fixed: Any, batch: Any) -> tuple[TrainState, Metrics]:
+        def body(carry: TrainState, _: None) -> tuple[TrainState, Metrics]:
+            after, metrics = step(carry, fixed, batch)
+            return replace(after, step=carry.step), metrics
+
+        after, metrics = jax.lax.scan(body, state, length=config.num_iterations)
+        return replace(after, step=state.step + 1), jax.tree.map(lambda each: each[-1], metrics)
+
+    return jax.jit(step if config.num_iterations == 1 else steps, donate_argnums=0)
 
 
 def make_eval_step(
-    model: Model, config: TrainConfig, lora: LoraTraining | None = None
-) -> Callable[..., tuple[Any, Any]]:
-    """The jitted function (weights, fixed, batch) -> (summed loss, number of tokens)."""
-    loss_sum = make_loss_sum(model, replace(config, remat=None), lora)
+    model: Model,
+    config: TrainConfig,
+    lora: LoraTraining | None = None,
+    loss: Loss | None = None,
+) -> Callable[..., tuple[Any, Any, Any]]:
+    """The jitted function (weights, fixed, batch) -> (summed loss, its count, further sums)."""
+    loss = loss or cross_entropy(model, replace(config, remat=None), lora)
 
-    def evaluate(weights: Any, fixed: Any, batch: PackedBatch) -> tuple[Any, Any]:
+    def evaluate(weights: Any, fixed: Any, batch: Any) -> tuple[Any, Any, Any]:
         micro = _split_rows(batch, config.micro_batches or 1)
-        sums = jax.lax.map(lambda part: loss_sum(weights, fixed, part), micro)
-        return jnp.sum(sums), jnp.sum(batch.mask)
+        sums = jax.lax.map(lambda part: loss.sums(weights, fixed, part, None), micro)
+        total, more = jax.tree.map(jnp.sum, sums)
+        return total, loss.count(batch), more
 
     return jax.jit(evaluate)
+
+
+def cross_entropy(model: Model, config: TrainConfig, lora: LoraTraining | None = None) -> Loss:
+    """The loss of each token given those before it, in nats, a mean over the mask."""
+    loss_sum = make_loss_sum(model, config, lora)
+    return Loss(lambda *part: (loss_sum(*part), {}), lambda batch: jnp.sum(batch.mask))
 
 
 def make_loss_sum(
     model: Model, config: TrainConfig, lora: LoraTraining | None = None
 ) -> Callable[..., Float[Array, ""]]:
-    """(weights, fixed, batch, seeds) -> cross-entropy summed over the mask, in nats, float32.
+    """(weights, fixed, batch, seeds) -> cross-entropy summed over the mask, in nats, float32."""
+    forward, options = _make_forward(model, config, lora)
+
+    def loss_sum(
+        weights: dict[str, Any], fixed: Any, batch: PackedBatch, seeds: Any = None
+    ) -> Float[Array, ""]:
+        computed, hidden = forward(weights, fixed, batch, seeds)
+        return cross_entropy_sum(computed, hidden, batch.targets, batch.mask, options)
+
+    return loss_sum
+
+
+def make_token_losses(
+    model: Model, config: TrainConfig, lora: LoraTraining | None = None
+) -> Callable[..., Float[Array, "rows seq"]]:
+    """(weights, fixed, batch, seeds) -> -log p of each target, in nats, float32.
 
     `fixed` is what is not trained: RoPE's tables, or with an adapter the base model. `seeds` are
     the rows', for the adapter's dropout; None is none.
 
-    loss = sum over tokens of mask * (logsumexp(logits) - logits[target])
-
     Matrices are cast to the computation's dtype; norms, softmax and the loss stay float32.
+
+    Args:
+        model: gives architecture and family; its arrays are not captured.
+        lora: what is trained, if not all weights.
     """
+    forward, options = _make_forward(model, config, lora)
+
+    def losses(
+        weights: dict[str, Any], fixed: Any, batch: Any, seeds: Any = None
+    ) -> Float[Array, "rows seq"]:
+        computed, hidden = forward(weights, fixed, batch, seeds)
+        return token_losses(computed, hidden, batch.targets, options)
+
+    return losses
+
+
+def _make_forward(
+    model: Model, config: TrainConfig, lora: LoraTraining | None
+) -> tuple[Callable[..., tuple[Model, Float[Array, "rows seq D"]]], TrainingOptions]:
+    """(weights, fixed, batch, seeds) -> the model with these weights, and its hidden states."""
     skeleton = replace(model, weights={}, rope=None)
     options = TrainingOptions(layers=config.layers)
     table = model.table
@@ -186,18 +266,16 @@ def make_loss_sum(
         mask = decay_mask(table, weights)
         return jax.tree.map(lambda w, matrix: w.astype(dtype) if matrix else w, weights, mask)
 
-    def loss_sum(
-        weights: dict[str, Any], fixed: Any, batch: PackedBatch, seeds: Any = None
-    ) -> Float[Array, ""]:
+    def forward(weights: dict[str, Any], fixed: Any, batch: Any, seeds: Any) -> tuple[Model, Any]:
         if lora is None:
             computed = replace(skeleton, weights=cast(weights), rope=fixed, dtype=None)
         else:
             computed = replace(lora.model(fixed, weights, seeds), dtype=config.dtype)
         tokens = Batch.dense(batch.tokens, positions=batch.positions, segment_ids=batch.segment_ids)
         hidden, _ = computed.forward(tokens, None, options=options, remat=config.remat)
-        return cross_entropy_sum(computed, hidden, batch.targets, batch.mask, options)
+        return computed, hidden
 
-    return loss_sum
+    return forward, options
 
 
 def global_norm(tree: Any) -> Float[Array, ""]:
@@ -210,12 +288,14 @@ def _split_rows(tree: Any, parts: int) -> Any:
 
 
 def _accumulate(part: Callable, weights: Any, batch: Any, parts: int) -> tuple[Any, Any]:
-    """Sum of (loss, gradient) over the micro-batches."""
+    """Sum of (numbers, gradient) over the micro-batches."""
     if parts == 1:
         return part(weights, batch)
+    micro_batches = _split_rows(batch, parts)
 
     def body(carry: Any, micro: Any) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, carry, part(weights, micro)), None
 
-    zeros = (jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, weights))
-    return jax.lax.scan(body, zeros, _split_rows(batch, parts))[0]
+    shapes = jax.eval_shape(part, weights, jax.tree.map(lambda a: a[0], micro_batches))
+    zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)
+    return jax.lax.scan(body, zeros, micro_batches)[0]

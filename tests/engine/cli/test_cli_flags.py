@@ -141,6 +141,18 @@ COMMANDS = {
             "--checkpoint-every": ["5"],
             "--keep": ["5"],
             "--fine-tune-type": ["lora"],
+            "--train-mode": (["dpo"], "--glob is for --train-mode sft"),
+        } | {
+            flag: (value, "is of preferences")
+            for flag, value in {
+                "--beta": ["0.2"], "--loss-type": ["ipo"], "--label-smoothing": ["0.1"],
+            }.items()
+        } | {
+            flag: (value, "is of rewards")
+            for flag, value in {
+                "--reward": ["x.py:f"], "--num-generations": ["4"], "--epsilon": ["0.1"],
+                "--max-completion-length": ["9"], "--num-iterations": ["2"],
+            }.items()
         } | {
             flag: (value, "is of an adapter")
             for flag, value in {
@@ -271,7 +283,7 @@ def seen(monkeypatch, tmp_path):
         runs = set(kwargs) if isinstance(model, ModelInfo) else {*RUN, *FIND}
         return make_plan(model, **{name: kwargs[name] for name in runs & set(kwargs)})
 
-    def train(model, config, training, held_out, folder, *, test=None, progress=None, say=None):
+    def train(model, config, training, held_out, folder, *, progress=None, **_):
         numbers = (len(training.tokens), None if held_out is None else len(held_out.tokens))
         asked.append(("train", config, numbers, folder, model.config, progress))
         return TrainResult(model, 0, 0, 1.0, None, None, interrupted=False, was_complete=False)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -181,6 +182,72 @@ def test_folders_of_chats_with_masks(rooflax, data):
     assert "held out, 5 to test" in ran.err and "40 documents" not in ran.err
     ran = train(rooflax, CHAT, "--seq-len", 64, data="chats/test.jsonl", out="whole")
     assert ran.code == 0 and "are trained" not in ran.err
+
+
+@pytest.fixture
+def tiny(data, folder):
+    """A tiny checkpoint, whose tokenizer has an end of texts."""
+    shutil.copytree(folder, data / "tiny")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
+    (data / "tiny/tokenizer_config.json").write_text(json.dumps(config))
+    return "tiny"
+
+
+def test_preferences_end_to_end(rooflax, data, tiny):
+    with open(data / "pairs.jsonl", "w") as file:
+        for number in range(20):
+            row = {"prompt": f"f{number}", "chosen": "(a", "rejected": ") b"}
+            file.write(json.dumps(row) + "\n")
+    flags = (tiny, "--train-mode", "dpo", "--fine-tune-type", "lora", "--lr", 1e-2, "--json")
+    ran = train(rooflax, *flags, "--micro-batches", 2, data="pairs.jsonl")
+    assert ran.code == 0, ran.err
+    found = json.loads(ran.out)
+    assert found["held_out_loss"] < 0.6931 and found["rewards/margins"] > 0
+    assert found["tokens"] == 4 * 2 * 2 * 16 and (data / "run/adapter").is_dir()
+    assert "step 0: held-out loss 0.6931 (before training)" in ran.err
+    assert "<h2>rewards/accuracies</h2>" in (data / "run/report.html").read_text()
+    ran = train(rooflax, tiny, "--train-mode", "dpo", "--dry-run", data="pairs.jsonl", out="dry")
+    assert ran.code == 0 and "in all" in ran.out
+    ran = train(rooflax, tiny, data="pairs.jsonl", out="sft")
+    assert ran.code == 2 and "line 1 of pairs.jsonl: it has a chosen and a rejected" in ran.err
+    ran = train(rooflax, tiny, "--train-mode", "orpo", data="texts", out="texts-run")
+    assert ran.code == 2 and "txt has no chosen and rejected answer" in ran.err
+
+
+def test_rewards_end_to_end(rooflax, data, tiny):
+    with open(data / "prompts.jsonl", "w") as file:
+        file.writelines(json.dumps({"prompt": f"f{number}"}) + "\n" for number in range(20))
+    (data / "rewards.py").write_text(
+        "def short(completions):\n    return [-len(one) for one in completions]\n"
+        "def late(completions, calls=[]):\n    calls.append(1)\n"
+        "    return [1 / (len(calls) < 3) for _ in completions]\n"
+    )
+    flags = (
+        tiny, "--train-mode", "grpo", "--reward", "rewards.py:short", "--num-generations", 2,
+        "--max-completion-length", 5, "--lr", 1e-3,
+        "--held-out-fraction", 0.3,
+    )  # fmt: skip
+    ran = train(rooflax, *flags, "--json", data="prompts.jsonl")
+    assert ran.code == 0, ran.err
+    found = json.loads(ran.out)
+    assert found["held_out_loss"] == -found["reward"] > 0
+    (said,) = [line for line in ran.err.splitlines() if "sampler and trainer differed" in line]
+    assert 0 < float(said.rpartition(" ")[2]) < 1e-4 and "e-" in said
+    assert "<h2>reward</h2>" in (data / "run/report.html").read_text()
+    ran = train(rooflax, *flags, "--dry-run", data="prompts.jsonl", out="dry")
+    assert ran.code == 0 and "the sampler's KV cache" in ran.out
+    failing = replaced("train", list(flags), ("--reward", "rewards.py:late"))
+    ran = train(rooflax, *failing, "--eval-every", 0, data="prompts.jsonl", out="failing")
+    assert ran.code == 1 and "rewards.py, line 5, raised ZeroDivisionError" in ran.err
+    assert not (data / "failing/model").exists()
+    for more, said in (
+        (("--truncation", "cut"), "--truncation is not for --train-mode grpo"),
+        (("--glob", "*.py"), "--glob is for --train-mode sft; grpo has its own rows"),
+    ):
+        ran = train(rooflax, *flags, *more, data="prompts.jsonl", out="other")
+        assert ran.code == 2 and said in ran.err
+    ran = train(rooflax, *flags, data="texts", out="other")
+    assert ran.code == 2 and "texts has no train.jsonl, whose lines are the prompts" in ran.err
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_the_last_held_out_loss_is_of_all_rows(finished, corpora):
     evaluate = make_eval_step(result.model, dataclasses.replace(CONFIG, micro_batches=1))
     total = count = 0.0
     for batch in rows.spread(None, 1):
-        loss, tokens = evaluate(result.model.weights, result.model.rope, batch)
+        loss, tokens, _ = evaluate(result.model.weights, result.model.rope, batch)
         total, count = total + float(loss), count + float(tokens)
     assert result.held_out_loss == pytest.approx(total / count, rel=1e-5)
 
@@ -240,7 +240,7 @@ def test_the_best_weights_are_kept_and_patience_ends(corpora, tmp_path):
         evaluate(result.model.weights, result.model.rope, batch)
         for batch in rows.spread(config.eval_batches, config.batch_size)
     ]
-    loss = sum(float(loss) for loss, _ in sums) / sum(float(count) for _, count in sums)
+    loss = sum(float(one[0]) for one in sums) / sum(float(one[1]) for one in sums)
     assert loss == pytest.approx(losses[best], rel=1e-6)
     again = run_training(tiny.make_model(), config, *corpora, tmp_path)
     assert (again.was_complete, again.best_step, again.step) == (True, best, best + 4)

@@ -174,7 +174,7 @@ def test_what_was_trained_is_what_is_saved_and_run(case, tmp_path):
     save_adapter(tmp_path / "a", matrices, lora.config, info.family, info.config, "base")
     last = adapter_cases.batches()[-1]
     evaluate = make_eval_step(base.model, config, lora)
-    total, count = evaluate(state.weights, base.model, packed(last))
+    total, count, _ = evaluate(state.weights, base.model, packed(last))
     scores = LLM(base.folder, lora=tmp_path / "a").score([row.tolist() for row in last])
     assert -np.concatenate(scores).mean() == pytest.approx(float(total) / float(count), abs=1e-5)
     said = json.loads((tmp_path / "a/adapter_config.json").read_text())

@@ -11,15 +11,15 @@ from rooflax.train.config import MAY_CHANGE, REMAT, TrainConfig
 
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 POSITIVE = ("steps", "tokens", "batch_size", "seq_len", "micro_batches",
-            "eval_batches", "keep", "patience", "lora_rank",
-            "num_layers")  # fmt: skip
+            "eval_batches", "keep", "patience", "lora_rank", "num_layers", "num_generations",
+            "max_completion_length", "num_iterations")  # fmt: skip
 NOT_NEGATIVE = ("warmup_steps", "seed", "eval_every", "checkpoint_every")
-MAY_BE_NONE = ("warmup_steps", "micro_batches")
+MAY_BE_NONE = ("warmup_steps", "micro_batches", "beta")
 FLAGS = ("save_best", "use_rslora")
-TEXTS = ("target_modules",)
+TEXTS = ("target_modules", "reward")
 NUMBERS = ("learning_rate", "min_lr_ratio", "weight_decay", "clip_norm", "beta1", "beta2",
-           "lora_alpha", "lora_dropout")  # fmt: skip
-CHOICES = ("dtype", "remat", "layers", "save_dtype", "fine_tune_type")
+           "lora_alpha", "lora_dropout", "beta", "label_smoothing", "epsilon")  # fmt: skip
+CHOICES = ("dtype", "remat", "layers", "save_dtype", "fine_tune_type", "train_mode", "loss_type")
 
 
 def make(**given):
@@ -78,7 +78,8 @@ def test_the_default_warm_up_ends_long_before_the_steps_do(steps, warmup):
     [-1e-9, -math.inf, math.inf, math.nan, True, None, "0.1", pytest.param(10**400, id="huge")],
 )
 def test_numbers(name, value):
-    rejected(**{name: value})
+    if value is not None or name not in MAY_BE_NONE:
+        rejected(**{name: value})
 
 
 def test_edges_of_numbers():
@@ -167,12 +168,32 @@ OTHER = {
     "save_best": True,
     "fine_tune_type": "lora", "lora_rank": 4, "lora_alpha": 3.0, "lora_dropout": 0.1,
     "use_rslora": True, "target_modules": "q_proj", "num_layers": 2,
+    "train_mode": "orpo", "beta": 0.2, "loss_type": "ipo", "label_smoothing": 0.1,
+    "reward": "b.py:f", "num_generations": 4, "max_completion_length": 9, "epsilon": 0.1,
+    "num_iterations": 2,
 }  # fmt: skip
 
 
 OF_ADAPTERS = (
     "lora_rank", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "num_layers",
 )  # fmt: skip
+
+
+OF_DPO = ("beta", "loss_type", "label_smoothing")
+OF_GRPO = ("reward", "num_generations", "max_completion_length", "epsilon", "num_iterations")
+NEEDED = (
+    {name: {"fine_tune_type": "lora"} for name in OF_ADAPTERS}
+    | {name: {"train_mode": "dpo"} for name in OF_DPO}
+    | {name: {"train_mode": "grpo", "reward": "a.py:f"} for name in OF_GRPO}
+)
+"""What a field is of, beside itself."""
+
+
+@pytest.mark.parametrize("name", [*OF_DPO, *OF_GRPO])
+def test_what_is_of_a_mode_needs_it(name):
+    with pytest.raises(RequestError, match=rf"^`{name}` is of \w+; set `train_mode` to"):
+        make(**{name: OTHER[name]})
+    assert getattr(make(**NEEDED[name] | {name: OTHER[name]}), name) == OTHER[name]
 
 
 @pytest.mark.parametrize("name", OF_ADAPTERS)
@@ -193,7 +214,7 @@ def test_lengths_that_no_checkpoint_can_number():
 # Of a resolved run, tokens and epochs are steps.
 @pytest.mark.parametrize("name", [name for name in FIELDS if name not in ("tokens", "epochs")])
 def test_a_resumed_run_has_the_same_settings(name):
-    first = make(steps=10, fine_tune_type="lora" if name in OF_ADAPTERS else "full")
+    first = make(steps=10, **NEEDED.get(name, {}))
     saved = json.loads(json.dumps(first.to_json()))
     first.check_same(saved)
     other = dataclasses.replace(first, **{name: OTHER[name]})

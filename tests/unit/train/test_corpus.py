@@ -11,8 +11,11 @@ from rooflax.train.corpus import (
     Completion,
     Conversation,
     Document,
+    Preference,
+    Prompt,
     dataset_files,
     file_documents,
+    file_prompts,
     folder_documents,
     is_held_out,
     split_held_out,
@@ -217,3 +220,75 @@ def test_fractions_are_nested():
         assert smaller < larger
     for part, share in zip(parts[1:], (0.01, 0.1, 0.25, 0.5), strict=True):
         assert abs(len(part) / len(NAMES) - share) < 0.02
+
+
+def written(path, *lines):
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def test_preferences_with_and_without_a_prompt(tmp_path):
+    """Without one it is what both answers begin with, as TRL extracts it."""
+    user, other = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "no"}
+    answer = {"role": "assistant", "content": "yes"}
+    found = list(
+        file_documents(
+            [
+                written(
+                    tmp_path / "a.jsonl",
+                    {"prompt": "2 + 2", "chosen": " = 4", "rejected": " = 5"},
+                    {"chosen": "The sky is blue.", "rejected": "The sky is green."},
+                    {
+                        "prompt": [user],
+                        "chosen": [answer],
+                        "rejected": [other],
+                        "tools": [{"a": 1}],
+                    },
+                    {"chosen": [user, answer], "rejected": [user, other]},
+                )
+            ]
+        )
+    )
+    assert all(isinstance(row, Preference) for row in found)
+    texts = [(row.chosen.prompt, row.chosen.completion) for row in found[:2]]
+    assert texts == [("2 + 2", " = 4"), ("The sky is", " blue.")]
+    assert [row.rejected.completion for row in found[:2]] == [" = 5", " green."]
+    for row in found[2:]:
+        assert row.chosen.messages == (user, answer) and row.rejected.messages == (user, other)
+        assert row.chosen.num_prompt == 1
+    assert (found[2].chosen.tools, found[3].chosen.tools) == (({"a": 1},), None)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"chosen": "a", "rejected": "b"}, "has no prompt, which is what chosen and rejected beg"),
+        ({"chosen": "a", "rejected": "a"}, "has no prompt, which is"),
+        ({"chosen": "a", "rejected": ["a"]}, "are neither two texts nor two lists of messages"),
+        ({"prompt": "a", "chosen": [], "rejected": "b"}, "has prompt that are not a list of obj"),
+        ({"prompt": [{"role": "user"}], "chosen": "a", "rejected": []}, "has chosen that are not"),
+    ],
+)
+def test_broken_preferences(tmp_path, row, said):
+    path = written(tmp_path / "a.jsonl", {"text": "x"}, row)
+    with pytest.raises(RequestError, match=rf"^line 2 of .*a\.jsonl {said}|{said}") as caught:
+        list(file_documents([path]))
+    assert str(caught.value).startswith(f"line 2 of {path}")
+
+
+def test_prompts_keep_their_other_columns(tmp_path):
+    user = {"role": "user", "content": "hi"}
+    path = written(
+        tmp_path / "a.jsonl", {"prompt": "hi", "answer": 4}, {"prompt": [user], "tools": [{}]}
+    )
+    where = [f"line {number} of {path}" for number in (1, 2)]
+    assert list(file_prompts([path])) == [
+        Prompt("a.jsonl:1", where[0], "hi", {"answer": 4}),
+        Prompt("a.jsonl:2", where[1], (user,), {}, ({},)),
+    ]
+    for bad, said in (("[1]", "JSON object with a prompt"), ('{"prompt": 3}', "not a list of obj")):
+        path.write_text(bad)
+        with pytest.raises(RequestError, match=f"^line 1 of .*{said}"):
+            list(file_prompts([path]))
+    with pytest.raises(RequestError, match=r"a\.txt is no \.jsonl file"):
+        list(file_prompts([tmp_path / "a.txt"]))

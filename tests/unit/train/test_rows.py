@@ -5,8 +5,8 @@ import pytest
 from rooflax.errors import RequestError
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.train.config import DataConfig
-from rooflax.train.corpus import Completion, Conversation, Document
-from rooflax.train.rows import Cuts, encode_rows
+from rooflax.train.corpus import Completion, Conversation, Document, Preference
+from rooflax.train.rows import Cuts, encode_pairs, encode_rows
 
 CHATML = (
     "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant', 'tool'] %}"
@@ -148,3 +148,34 @@ def test_rows_longer_than_the_context(chatml):
     found, cuts = encode(chatml, rows, DataConfig(mask_prompt=True, truncation="cut"), 100)
     assert [len(ids) for ids, _, _ in found] == [len(encode(chatml, rows[:1])[0][0].ids), 101]
     assert (cuts.shortened, cuts.dropped) == (2, 1)  # of the last nothing is left to train
+
+
+def pair(chosen, rejected):
+    both = (chat(MESSAGES[1], {"role": "assistant", "content": c}) for c in (chosen, rejected))
+    return Preference("a.jsonl:3", "line 3 of a.jsonl", *both)
+
+
+def test_pairs_are_two_documents_whose_answers_are_trained(chatml, base):
+    def encoded(tokenizer, rows, config=None, seq_len=500):
+        config, cuts = config or DataConfig(), Cuts()
+        return list(encode_pairs(rows, tokenizer, tokenizer.eos_id, config, seq_len, cuts)), cuts
+
+    found, _ = encoded(chatml, [pair("world", "hello")])
+    kept = [[i for i, t in zip(ids, mask, strict=True) if t] for ids, mask, _ in found]
+    assert [text(chatml, ids) for ids in kept] == ["world<|im_end|>\n", "hello<|im_end|>\n"]
+    row = Completion("a.jsonl:1", "line 1 of a.jsonl", "2 + 2 =", " 4")
+    found, _ = encoded(base, [Preference("a", "line 1 of a.jsonl", row, row)])
+    assert [ids for ids, _, _ in found] == [[*base.encode("2 + 2 = 4"), base.eos_id]] * 2
+    rows = [pair("world", "hello " * 100), pair("world", "again")]
+    with pytest.raises(RequestError, match=r"^line 3 of a\.jsonl has \d+ tokens, but"):
+        encoded(chatml, rows, seq_len=100)
+    cut = DataConfig(truncation="cut")
+    found, cuts = encoded(chatml, rows, cut, 100)
+    assert len(found) == 4 and (cuts.shortened, cuts.dropped) == (1, 0)
+    length = len(chatml.encode("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"))
+    found, cuts = encoded(chatml, rows, cut, length - 1)
+    assert found == [] and cuts.dropped == 4
+    with pytest.raises(RequestError, match=r"^line 3 of a\.jsonl has no chosen and rejected answ"):
+        encoded(chatml, [pair("a", "b"), chat(*MESSAGES)])
+    with pytest.raises(RequestError, match=r"^line 3 of a\.jsonl: it has a chosen and a rejected"):
+        encode(chatml, [pair("a", "b")])

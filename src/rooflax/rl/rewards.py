@@ -1,0 +1,121 @@
+"""Rewards: a user's Python function, loaded by its file's path, and the checks of what it gives.
+
+The file is the user's own code and runs as such, with all that the user may do.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import math
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rooflax.errors import EngineError, RequestError, first_line
+from rooflax.train.corpus import Prompt
+
+
+class Reward:
+    """A function of prompts and completions, as TRL calls its reward functions.
+
+    It is called by keyword: `prompts` and `completions`, lists of one item per answer, texts where
+    the rows have texts and lists of messages where they have those; and each further key of the
+    rows, as far as the function takes it. It gives as many finite numbers.
+
+    Args:
+        spec: "FILE.py:function".
+
+    Raises:
+        RequestError: there is no such file or function, or the file fails.
+    """
+
+    def __init__(self, spec: str):
+        name, colon, function = spec.rpartition(":")
+        self.path = Path(name)
+        if not colon or self.path.suffix != ".py" or not function.isidentifier():
+            raise RequestError(f"reward is {spec!r:.200}; give FILE.py:function.", param="reward")
+        self.function = self._load(function)
+        self.spec = spec
+        parameters = inspect.signature(self.function).parameters.values()
+        self._takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
+        self._names = {one.name for one in parameters}
+
+    def _load(self, function: str) -> Callable[..., Any]:
+        if not self.path.is_file():
+            raise RequestError(f"reward names {self.path}, which is no file.", param="reward")
+        spec = importlib.util.spec_from_file_location("rooflax_reward", self.path.resolve())
+        if spec is None or spec.loader is None:
+            raise RequestError(f"{self.path} cannot be loaded as Python.", param="reward")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # where dataclasses look their module up
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            raise RequestError(f"{self._where(error)} raised {_said(error)}.") from None
+        found = getattr(module, function, None)
+        if not callable(found):
+            raise RequestError(f"{self.path} has no function {function}.", param="reward")
+        return found
+
+    def __call__(self, rows: Sequence[Prompt], texts: Sequence[str]) -> list[float]:
+        """A reward per completion.
+
+        Args:
+            rows: of each completion.
+
+        Raises:
+            EngineError: the function raised, or gave something else than as many finite numbers;
+                with file and line.
+        """
+        keys = dict.fromkeys(key for row in rows for key in row.columns)
+        given: dict[str, Any] = {
+            "prompts": [
+                row.prompt if isinstance(row.prompt, str) else list(row.prompt) for row in rows
+            ],
+            "completions": [
+                text if isinstance(row.prompt, str) else [{"role": "assistant", "content": text}]
+                for row, text in zip(rows, texts, strict=True)
+            ],
+        } | {key: [row.columns.get(key) for row in rows] for key in keys}
+        if not self._takes_all:
+            given = {key: value for key, value in given.items() if key in self._names}
+        try:
+            found = self.function(**given)
+        except Exception as error:
+            raise EngineError(
+                f"The reward at {self._where(error)} raised {_said(error)}."
+            ) from None
+        code = getattr(self.function, "__code__", None)
+        at = f"{self.path}, line {code.co_firstlineno}," if code else f"{self.path}"
+        try:
+            rewards = [float(each) for each in found]
+        except (TypeError, ValueError):
+            raise EngineError(
+                f"The reward at {at} gave {found!r:.80}; it must give a list of numbers."
+            ) from None
+        if len(rewards) != len(texts):
+            raise EngineError(
+                f"The reward at {at} gave {len(rewards)} numbers for {len(texts)} completions."
+            )
+        for row, reward in zip(rows, rewards, strict=True):
+            if not math.isfinite(reward):
+                raise EngineError(f"The reward at {at} gave {reward} for {row.where}.")
+        return rewards
+
+    def _where(self, error: Exception) -> str:
+        """The last line of the user's file that an error came through."""
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == str(self.path.resolve())
+        ]
+        if isinstance(error, SyntaxError):
+            lines = [error.lineno]
+        return f"{self.path}, line {lines[-1]}," if lines else f"{self.path}"
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}".rstrip(".")

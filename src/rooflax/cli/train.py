@@ -174,8 +174,13 @@ def _check_flags(args: argparse.Namespace) -> None:
             if getattr(args, name):
                 flag = "--" + name.replace("_", "-")
                 raise RequestError(
-                    f"{flag} is for --train-mode sft; {args.train_mode} trains answers."
+                    f"{flag} is for --train-mode sft; {args.train_mode} has its own rows."
                 )
+    if args.train_mode == GRPO and (args.tokenizer or args.truncation != "reject"):
+        flag = "--tokenizer" if args.tokenizer else "--truncation"
+        raise RequestError(
+            f"{flag} is not for --train-mode grpo, which takes prompts as the MODEL does."
+        )
     if args.config is None and args.vocab_size is not None:
         raise RequestError("--vocab-size is for new weights (--config); MODEL has its tokenizer.")
     if args.config is not None and (args.tokenizer is None) == (args.vocab_size is None):

@@ -130,7 +130,7 @@ def base_weight(base: Source, name: str, target: Target) -> np.ndarray:
         base: the checkpoint.
         name: the family.
     """
-    stored = NameMap(set(base.names()), family(name)).find(f"{target.module}.weight")
+    stored = NameMap(set(base.names()), family(name)).find(target.weight)
     if stored is None:
         raise CheckpointError(
             f"The base model has no {target.module}.weight of its own, which DoRA needs."
@@ -150,7 +150,7 @@ class Merged:
         names = NameMap(set(source.names()), family(info.family))
         self._targets: dict[str, Target] = {}
         for module, target in adapter.targets.items():
-            stored = names.find(f"{module}.weight")
+            stored = names.find(target.weight)
             if stored is None:
                 raise UnsupportedModelError(
                     f"{adapter.folder} changes {module}, which {info.name} has tied to its "

@@ -85,6 +85,13 @@ class Target:
         return self.names[0]
 
     @property
+    def weight(self) -> str:
+        """The tensor's name in checkpoints; of a tied head one that they do not have."""
+        if self.slot.key == HEAD:  # which some families' checkpoints name otherwise
+            return self.slot.hf_names[0]
+        return f"{self.module}.weight"
+
+    @property
     def is_head(self) -> bool:
         return self.slot.layer is None and HEAD in self.names
 

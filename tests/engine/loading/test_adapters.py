@@ -40,7 +40,7 @@ def merged_model(info, adapter, parts):
     for module, target in adapter.targets.items():
         part = parts[module]
         w = merged(base_weight(source, info.family, target), part.a, part.b, part.scale)
-        tensors[names.find(f"{module}.weight")] = w.T if target.is_transposed else w
+        tensors[names.find(target.weight)] = w.T if target.is_transposed else w
     reader = WeightReader(ArraySource(tensors), info.family, info.config)
     return build(info.family, info.config, reader.weights(), None, "float32")
 

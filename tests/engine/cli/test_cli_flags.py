@@ -135,7 +135,6 @@ COMMANDS = {
             "--dtype": ["bfloat16"],
             "--remat": ["dots"],
             "--layers": ["scan"],
-            "--loss-rows": ["1"],
             "--eval-every": ["1"],
             "--eval-batches": ["2"],
             "--checkpoint-every": ["5"],

@@ -48,6 +48,7 @@ OTHER = {
     "qk_norm": 0.5,
     "key": "other",
     "logit_cap": 2.0,
+    "score_cap": 0.3,
     "scale": 0.05,
     "groups": 2,
     "embed_scale": 5.0,

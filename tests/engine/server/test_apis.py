@@ -541,6 +541,8 @@ def mutated(value, rng):
     return [*value[:at], mutated(value[at], rng), *value[at + 1 :]]
 
 
+for each in ("load", "unload"):  # which this server does not allow; test_loras.py has one that does
+    BODIES[f"/v1/{each}_lora_adapter"] = {"lora_name": "x", "lora_path": "y"}
 BODIES["/v1/responses/input_tokens"] = {
     name: value for name, value in BODIES["/v1/responses"].items() if name != "include"
 }

@@ -86,7 +86,7 @@ def torch_step(config: dict[str, Any], args: argparse.Namespace) -> Callable[[],
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     tokens = torch.tensor(rows_of(config, args.batch, args.length)[:, :-1].astype(np.int64))
     if args.worker == "torch compile":
-        model.forward = torch.compile(model.forward)  # type: ignore[method-assign]
+        model.compile()
 
     def run() -> float:
         optimizer.zero_grad()

@@ -228,7 +228,8 @@ class AsyncLLM:
         if name is None:
             return 0, ""
         if self._bank is None or name in self._leaving:
-            raise RequestError(f"lora is {name!r:.80}; there is none.", param="lora")
+            names = ", ".join(self.loras) or "none"
+            raise RequestError(f"lora is {name!r:.80}; there is {names}.", param="lora")
         return self._bank.slot(name)
 
     def health(self) -> Health:

@@ -169,7 +169,9 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise RequestError("--config begins with new weights, and an adapter is beside a MODEL's.")
     if args.train_mode != SFT:
         if args.config is not None:
-            raise RequestError(f"--train-mode {args.train_mode} goes on from a MODEL.")
+            raise RequestError(
+                f"--train-mode {args.train_mode} starts from a MODEL; --config makes new weights."
+            )
         for name in ("mask_prompt", "assistant_only_loss", "text_field", "glob"):
             if getattr(args, name):
                 flag = "--" + name.replace("_", "-")

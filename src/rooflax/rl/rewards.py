@@ -55,10 +55,10 @@ class Reward:
             spec.loader.exec_module(module)
         except Exception as error:
             raise RequestError(f"{self._where(error)} raised {_said(error)}.") from None
-        found = getattr(module, function, None)
-        if not callable(found):
+        loaded = getattr(module, function, None)
+        if not callable(loaded):
             raise RequestError(f"{self.path} has no function {function}.", param="reward")
-        return found
+        return loaded
 
     def __call__(self, rows: Sequence[Prompt], texts: Sequence[str]) -> list[float]:
         """A reward per completion.
@@ -71,7 +71,7 @@ class Reward:
                 with file and line.
         """
         keys = dict.fromkeys(key for row in rows for key in row.columns)
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "prompts": [
                 row.prompt if isinstance(row.prompt, str) else list(row.prompt) for row in rows
             ],
@@ -81,9 +81,9 @@ class Reward:
             ],
         } | {key: [row.columns.get(key) for row in rows] for key in keys}
         if not self._takes_all:
-            given = {key: value for key, value in given.items() if key in self._names}
+            arguments = {key: value for key, value in arguments.items() if key in self._names}
         try:
-            found = self.function(**given)
+            result = self.function(**arguments)
         except Exception as error:
             raise EngineError(
                 f"The reward at {self._where(error)} raised {_said(error)}."
@@ -91,10 +91,10 @@ class Reward:
         code = getattr(self.function, "__code__", None)
         at = f"{self.path}, line {code.co_firstlineno}," if code else f"{self.path}"
         try:
-            rewards = [float(each) for each in found]
+            rewards = [float(each) for each in result]
         except (TypeError, ValueError):
             raise EngineError(
-                f"The reward at {at} gave {found!r:.80}; it must give a list of numbers."
+                f"The reward at {at} gave {result!r:.80}; it must give a list of numbers."
             ) from None
         if len(rewards) != len(texts):
             raise EngineError(

@@ -732,7 +732,7 @@ def cuts_of(kind, vocab):
 @pytest.mark.parametrize("implementation", ["native"], indirect=True)
 def test_filters_cut_a_flat_row_where_they_should(implementation, instruction_set, kind, vocab):
     """The token that would win without a filter is the last that survives, or the first that
-    does not: whoever is wrong by one token draws another."""
+    does not: a position that is off by one token draws another."""
     logits, cuts = cuts_of(kind, vocab)
     given = {
         name: [float(cut.get(name, DEFAULTS[name])) for _, cut, _ in cuts]

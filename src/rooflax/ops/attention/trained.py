@@ -32,42 +32,42 @@ def attention(
     segments = dense.segment_ids
     segments = jnp.zeros((0, 0), jnp.int32) if segments is None else segments
     where = dense.positions, dense.key_positions, dense.context_lens, segments
-    how = args.scale, args.window or 0, args.ahead
+    settings = args.scale, args.window or 0, args.ahead
     values = (a.astype(jnp.float32) for a in (q, k, v, sinks))
-    out: Any = _attention(how, where, *values)
+    out: Any = _attention(settings, where, *values)
     return out.astype(q.dtype)
 
 
-def _forward(how: Any, where: Any, *values: Array) -> tuple[Array, Any]:
+def _forward(settings: Any, where: Any, *values: Array) -> tuple[Array, Any]:
     q, k, v, sinks = values
     rows, queries, heads, _ = q.shape
     like = jax.ShapeDtypeStruct(q.shape, q.dtype)
     sums = jax.ShapeDtypeStruct((rows, heads, queries), jnp.float32)
     call = jax.ffi.ffi_call("rooflax_whole_attention", (like, sums))
-    out, log_sums = call(q, k, v, *where, sinks, **_attributes(how))
+    out, log_sums = call(q, k, v, *where, sinks, **_attributes(settings))
     return out, (where, values, out, log_sums)
 
 
-def _backward(how: Any, kept: Any, d_out: Array) -> tuple[Any, ...]:
-    where, (q, k, v, sinks), out, log_sums = kept
+def _backward(settings: Any, residuals: Any, d_out: Array) -> tuple[Any, ...]:
+    where, (q, k, v, sinks), out, log_sums = residuals
     like = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (q, k, v))
     call = jax.ffi.ffi_call("rooflax_whole_attention_gradients", like)
-    found = call(q, k, v, *where, sinks, out, log_sums, d_out, **_attributes(how))
+    gradients = call(q, k, v, *where, sinks, out, log_sums, d_out, **_attributes(settings))
     d_sinks = jnp.zeros(0)
     if sinks.shape[0]:
         shares = jnp.exp(sinks[None, :, None] - log_sums)  # B N T
         d_sinks = -jnp.einsum("bnt,btnh,btnh->n", shares, d_out, out)
-    return None, *found, d_sinks
+    return None, *gradients, d_sinks
 
 
-def _attributes(how: tuple[float, int, int]) -> dict[str, Any]:
-    scale, window, ahead = how
+def _attributes(settings: tuple[float, int, int]) -> dict[str, Any]:
+    scale, window, ahead = settings
     return {"scale": np.float32(scale), "window": np.int64(window), "ahead": np.int64(ahead)}
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(how: tuple[float, int, int], where: Any, *values: Array) -> Array:
-    return _forward(how, where, *values)[0]
+def _attention(settings: tuple[float, int, int], where: Any, *values: Array) -> Array:
+    return _forward(settings, where, *values)[0]
 
 
 _attention.defvjp(_forward, _backward)

@@ -156,6 +156,7 @@ using Q3K = BlockType<Linear<3, 4>, SuperOfParts<2>>;
 using Q4K = BlockType<Linear<4, 0>, SuperWithMinimum>;
 using Q5K = BlockType<Linear<5, 0>, SuperWithMinimum>;
 using Q6K = BlockType<Linear<6, 32>, SuperOfParts<2>>;
+using Int6 = BlockType<Linear<6, 32>, HalfScales>;
 using Iq4Nl = BlockType<Iq4, HalfScales>;
 using Iq4Xs = BlockType<Iq4, SuperOfParts<1>>;
 
@@ -171,6 +172,7 @@ void WithBlockType(Code code, Use use) {
     case Code::kQ4K: return use(Q4K{});
     case Code::kQ5K: return use(Q5K{});
     case Code::kQ6K: return use(Q6K{});
+    case Code::kInt6: return use(Int6{});
     case Code::kIq4Nl: return use(Iq4Nl{});
     case Code::kIq4Xs: return use(Iq4Xs{});
     default: return;

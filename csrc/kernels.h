@@ -130,13 +130,14 @@ struct QuantizeGroupsArgs {
 //   kFp8Groups   as kInt8Groups, e4m3; a float32 scale per output and group
 //   kNf4         as kInt4; sixteen numbers of their own, a float32 scale per output and group
 //   kNvfp4       as kInt4; e2m1, a float32 scale per output and half of a group, [panels, groups, 2, 16]
+//   kInt6        as ggml's block types: value - 32, scales kHalf
 //   the others   ggml's block types, [panels, groups, bits, 16, 4]: see impl_blocks.h and BlockScales
 enum class Code {
   kInt8, kFp8, kInt8Groups, kInt4, kMxfp4,
-  kQ4_1, kQ5_0, kQ5_1, kQ2K, kQ3K, kQ4K, kQ5K, kQ6K, kIq4Nl, kIq4Xs,
+  kQ4_1, kQ5_0, kQ5_1, kQ2K, kQ3K, kQ4K, kQ5K, kQ6K, kIq4Nl, kIq4Xs, kInt6,
   kFp8Groups, kNf4, kNvfp4
 };
-constexpr int kCodes = 18;
+constexpr int kCodes = 19;
 
 // Codes that are floats with scales in float32, which meet activations in float32 alone.
 constexpr bool HasFloatScales(Code code) { return code >= Code::kFp8Groups; }
@@ -174,6 +175,7 @@ constexpr BlockTraits TraitsOf(Code code) {
     case Code::kQ6K: return {6, BlockScales::kSuper, 2};
     case Code::kIq4Nl: return {4, BlockScales::kHalf, 1};
     case Code::kIq4Xs: return {4, BlockScales::kSuper, 1};
+    case Code::kInt6: return {6, BlockScales::kHalf, 1};
     default: return {0, BlockScales::kHalf, 1};
   }
 }
@@ -187,7 +189,7 @@ constexpr int32_t StartTimes(Code code) {
     case Code::kMxfp4: return -12;
     case Code::kQ3K: return -4;
     case Code::kQ5_0: return -16;
-    case Code::kQ6K: return -32;
+    case Code::kQ6K: case Code::kInt6: return -32;
     case Code::kQ4_1: case Code::kQ5_1: case Code::kQ2K: case Code::kQ4K: case Code::kQ5K: return 1;
     default: return -128;
   }

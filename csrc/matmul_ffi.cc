@@ -34,7 +34,8 @@ constexpr std::pair<const char*, Layout> kLayouts[] = {
 constexpr std::pair<const char*, Code> kBlockTypes[] = {
     {"q4_1", Code::kQ4_1}, {"q5_0", Code::kQ5_0}, {"q5_1", Code::kQ5_1}, {"q2_k", Code::kQ2K},
     {"q3_k", Code::kQ3K}, {"q4_k", Code::kQ4K}, {"q5_k", Code::kQ5K}, {"q6_k", Code::kQ6K},
-    {"iq4_nl", Code::kIq4Nl}, {"iq4_xs", Code::kIq4Xs}, {"fp8-g32", Code::kFp8Groups}, {"nf4", Code::kNf4},
+    {"iq4_nl", Code::kIq4Nl}, {"iq4_xs", Code::kIq4Xs}, {"int6", Code::kInt6},
+    {"fp8-g32", Code::kFp8Groups}, {"nf4", Code::kNf4},
     {"nvfp4", Code::kNvfp4}};
 
 struct Inputs {

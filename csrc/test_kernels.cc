@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <numeric>
 #include <random>
 #include <string>
 #include <thread>
@@ -24,6 +25,8 @@ extern "C" bool rooflax_pack_blocks(const char* type, const uint64_t* rows, int6
 
 extern "C" void rooflax_encode_iq4(const float* rows, int64_t groups, uint8_t* codes, float* scales, float* largest,
                                    int threads);
+extern "C" void rooflax_encode_int6(const float* rows, int64_t groups, uint8_t* codes, float* scales, float* largest,
+                                    int threads);
 extern "C" void rooflax_pack_pairs(const uint16_t* w, int64_t inner, int64_t outer, uint16_t* to, int threads);
 
 namespace {
@@ -250,7 +253,8 @@ float Value(Code code, const std::vector<uint8_t>& w, int64_t quads, int64_t k, 
 }
 
 constexpr Code kBlockTypes[] = {Code::kQ4_1, Code::kQ5_0, Code::kQ5_1, Code::kQ2K, Code::kQ3K,
-                                Code::kQ4K, Code::kQ5K, Code::kQ6K, Code::kIq4Nl, Code::kIq4Xs};
+                                Code::kQ4K, Code::kQ5K, Code::kQ6K, Code::kIq4Nl, Code::kIq4Xs,
+                                Code::kInt6};
 
 // A weight is scaled - minimum.
 struct Number {
@@ -308,7 +312,7 @@ Number BlockNumber(Code code, const std::vector<uint8_t>& w, const Scales& scale
   if (code == Code::kIq4Nl || code == Code::kIq4Xs) q = values[q];
   if (code == Code::kQ5_0) q -= 16;
   if (code == Code::kQ3K) q -= 4;
-  if (code == Code::kQ6K) q -= 32;
+  if (code == Code::kQ6K || code == Code::kInt6) q -= 32;
   const auto at = static_cast<size_t>(block * kPanel + lane);
   if (traits.scales == rooflax::BlockScales::kHalf) return {FromHalf(scales.halves[at]) * static_cast<float>(q), 0};
   if (traits.scales == rooflax::BlockScales::kPair) {
@@ -810,15 +814,17 @@ void TestPackBlocks() {
   }
 }
 
-// Groups by three threads as by one, whatever their numbers; a group of the table's own values keeps them.
-void TestEncodeIq4() {
-  constexpr int kValues[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+using Encoder = void(const float*, int64_t, uint8_t*, float*, float*, int);
+
+// Groups by three threads as by one, whatever their numbers; a group of the values of its codes keeps them.
+void TestEncoder(const char* name, Encoder& encode, const std::vector<int>& values) {
   constexpr int64_t kGroups = 75, kSize = 32;
+  const auto count = static_cast<int64_t>(values.size());
   std::mt19937 engine(6);
   std::normal_distribution<float> normal;
   std::vector<float> rows(kGroups * kSize);
   for (auto& x : rows) x = normal(engine);
-  for (int64_t i = 0; i < kSize; ++i) rows[kSize + i] = 0.25f * static_cast<float>(kValues[i % 16]);
+  for (int64_t i = 0; i < kSize; ++i) rows[kSize + i] = 0.25f * static_cast<float>(values[i % count]);
   const float strange[] = {NAN, INFINITY, -INFINITY, 3e38f, 1e-45f, 0.0f, 70000.0f * 127.0f};
   for (int64_t i = 0; i < 7; ++i) {
     std::fill_n(&rows[(2 + i) * kSize], kSize, 0.0f);
@@ -826,16 +832,24 @@ void TestEncodeIq4() {
   }
   std::vector<uint8_t> codes(rows.size(), 99), others(rows.size(), 99);
   std::vector<float> scales(kGroups, -1), own(kGroups, -1), largest(kGroups, -1), most(kGroups, -1);
-  rooflax_encode_iq4(rows.data(), kGroups, codes.data(), scales.data(), largest.data(), 1);
-  rooflax_encode_iq4(rows.data(), kGroups, others.data(), own.data(), most.data(), 3);
+  encode(rows.data(), kGroups, codes.data(), scales.data(), largest.data(), 1);
+  encode(rows.data(), kGroups, others.data(), own.data(), most.data(), 3);
   const auto same = [](const auto& a, const auto& b) { return std::memcmp(a.data(), b.data(), 4 * a.size()) == 0; };
-  Check("iq4 by threads", codes == others && same(scales, own) && same(largest, most), 1, 0);
-  for (uint8_t code : codes) Check("a code", code < 16, 1, 0);
+  Check(name, codes == others && same(scales, own) && same(largest, most), 1, 0);
+  for (uint8_t code : codes) Check("a code", code < count, 1, 0);
   for (int64_t i = 0; i < kSize; ++i) {
-    Check("a value of the table", scales[1] * static_cast<float>(kValues[codes[kSize + i]]), rows[kSize + i], 1e-6f);
+    Check("a value of a code", scales[1] * static_cast<float>(values[codes[kSize + i]]), rows[kSize + i], 1e-6f);
   }
   for (int64_t i = 0; i < 3; ++i) Check("a fault", std::isnan(largest[2 + i]), 1, 0);
-  Check("the largest", largest[1], 0.25f * 127.0f, 0);
+  Check("the largest", largest[1], 0.25f * std::fabs(static_cast<float>(values[0])), 0);
+}
+
+void TestEncoders() {
+  TestEncoder("iq4 by threads", rooflax_encode_iq4,
+              {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113});
+  std::vector<int> whole(64);
+  std::iota(whole.begin(), whole.end(), -32);
+  TestEncoder("int6 by threads", rooflax_encode_int6, whole);
 }
 
 }  // namespace
@@ -843,7 +857,7 @@ void TestEncodeIq4() {
 int main() {
   TestMaskExchange();
   TestPackBlocks();
-  TestEncodeIq4();
+  TestEncoders();
   for (const char* name : {"generic", "avx2", "avx512", "avx512-far", "amx"}) {
     if (!rooflax_force_instruction_set(name)) continue;
     for (int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 30}) {

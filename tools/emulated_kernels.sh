@@ -7,8 +7,8 @@ cd "$(dirname "$0")/.."
 compiler=${1:-aarch64-linux-gnu-g++}
 out=build/aarch64
 mkdir -p "$out"
-for name in test_kernels kernels_generic dispatch mask_exchange pack_pairs pack_blocks encode_iq4; do
-  [ "$name" = encode_iq4 ] && contract=off || contract=fast
+for name in test_kernels kernels_generic dispatch mask_exchange pack_pairs pack_blocks encode_blocks; do
+  [ "$name" = encode_blocks ] && contract=off || contract=fast
   "$compiler" -std=c++17 -O3 "-ffp-contract=$contract" -Wall -Wextra -Wno-psabi \
     -c "csrc/$name.cc" -o "$out/$name.o"
 done

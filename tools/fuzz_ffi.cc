@@ -36,6 +36,7 @@ void rooflax_masks_publish(int32_t number, int64_t step);
 bool rooflax_pack_blocks(const char* type, const uint64_t* rows, int64_t num_rows, int64_t groups, uint8_t* values,
                          uint8_t* scales, int threads);
 void rooflax_encode_iq4(const float* rows, int64_t groups, uint8_t* codes, float* scales, float* largest, int threads);
+void rooflax_encode_int6(const float* rows, int64_t groups, uint8_t* codes, float* scales, float* largest, int threads);
 }
 
 struct XLA_FFI_Error {
@@ -1258,7 +1259,8 @@ void FuzzPackBlocks() {
 }
 
 // Groups of any numbers: each is encoded as it is alone, and nothing beside them is written.
-void FuzzEncodeIq4() {
+void FuzzEncode() {
+  const auto encoder = draw.OneIn(2) ? rooflax_encode_iq4 : rooflax_encode_int6;
   const int64_t groups = draw.In(0, 40);
   Array rows(kF32, {groups, 32});
   rows.Fill();
@@ -1272,9 +1274,9 @@ void FuzzEncodeIq4() {
     for (auto& array : found) array.Allocate();
     return found;
   };
-  const auto encode = [](const float* from, int64_t count, const std::vector<Array>& out) {
+  const auto encode = [encoder](const float* from, int64_t count, const std::vector<Array>& out) {
     const int threads = static_cast<int>(draw.In(-1, 4));
-    rooflax_encode_iq4(from, count, out[0].As<uint8_t>(), out[1].As<float>(), out[2].As<float>(), threads);
+    encoder(from, count, out[0].As<uint8_t>(), out[1].As<float>(), out[2].As<float>(), threads);
   };
   const auto all = arrays(groups), alone = arrays(1);
   encode(rows.As<float>(), groups, all);
@@ -1321,7 +1323,7 @@ int main(int argc, char** argv) {
                   {"rooflax_whole_attention", rooflax_whole_attention, FuzzWhole},
                   {"rooflax_whole_attention_gradients", rooflax_whole_attention_gradients, FuzzWholeGradients},
                   {"rooflax_pack_blocks", nullptr, FuzzPackBlocks},
-                  {"rooflax_encode_iq4", nullptr, FuzzEncodeIq4}};
+                  {"rooflax_encode", nullptr, FuzzEncode}};
   for (const char* name : {"generic", "avx2", "avx512", "avx512-far", "amx"}) {
     if (only != nullptr && std::strcmp(name, only) != 0) continue;
     if (!rooflax_force_instruction_set(name)) {

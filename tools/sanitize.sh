@@ -31,7 +31,7 @@ for sanitizer in address,undefined thread; do
   build mask_exchange
   build pack_pairs
   build pack_blocks
-  build encode_iq4
+  build encode_blocks
   if [ "$sanitizer" = thread ] || [ "$(uname -m)" != x86_64 ]; then
     build dispatch -DROOFLAX_GENERIC_ONLY
   else

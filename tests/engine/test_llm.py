@@ -516,7 +516,7 @@ def test_a_float16_cache_is_near_a_float32_one():
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"quantize": "int3"}, "int8, int4"),
+        ({"quantize": "int3"}, "int8, int6, int4"),
         ({"dtype": "float16"}, "dtype"),
         ({"kv_dtype": "int4"}, "kv_dtype"),
         ({"max_num_seqs": 0}, "max_num_seqs"),

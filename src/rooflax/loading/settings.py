@@ -29,7 +29,7 @@ class EngineSettings(TypedDict, total=False):
     """Arguments of `LLM`; an absent one, or None, is the default."""
 
     quantize: Annotated[str | None, _memory(
-        Text(), "format of weights: int8, int4, mxfp4, fp8, w8a16 ..., or int4+head=int8",
+        Text(), "format of weights: int8, int6, int4, mxfp4, fp8, w8a16 ..., or int6+gate=int4",
         shown_default="as the file has them", flags=("-q", "--quantize"), metavar="FORMAT")]
     dtype: Annotated[str | None, _memory(
         Text(), "float32 or bfloat16, of weights and activations",

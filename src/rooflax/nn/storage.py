@@ -19,7 +19,16 @@ import numpy as np
 from rooflax.errors import RequestError
 from rooflax.nn.shards import Shards, split_axes
 from rooflax.nn.weights import Float32, PlusOne, Reordered, Shape, Slot, TensorLayout
-from rooflax.ops.formats import BESIDE, GROUP, HEAD, KNOWN, PARTS, format_of, formats_of
+from rooflax.ops.formats import (
+    BESIDE,
+    GROUP,
+    HEAD,
+    KNOWN,
+    PARTS,
+    format_of,
+    formats_of,
+    is_at_an_end,
+)
 from rooflax.ops.weights import (
     Fused,
     Pairs,
@@ -269,7 +278,9 @@ class Storage:
             inputs = axes[1:] if head else axes[line.num_stacked : line.num_inputs]
             inner //= math.prod(getattr(shards, axis) for axis in inputs if axis)
             wanted = [HEAD] if head else matrices_of(slot, config)
-            each = [_fitting(format_of(self.quantize, part), whole, inner) for part in wanted]
+            end = slot.layer is not None and is_at_an_end(slot.layer, config.num_layers)
+            named = [format_of(self.quantize, part, at_an_end=end) for part in wanted]
+            each = [_fitting(format, whole, inner) for format in named]
             format = each[0] if len(set(each)) == 1 else BESIDE.join(each)
         stays = self.keeps_bfloat16 and is_bfloat16 and (multiplies or slot.key in TABLES)
         stays &= slot.name not in self.dequantized

@@ -2,7 +2,7 @@
 
 "a16" leaves the activations as they are, "a8" rounds them to int8. "g32" scales int8 weights in
 groups of 32 inputs instead of one scale per output; "h64" rotates inputs in blocks of 64 first, so
-that one scale is enough. Formats of four bits always have groups of 32.
+that one scale is enough. Formats of four and six bits always have groups of 32.
 
 "int4+head=int8+v=int8" keeps some matrices in other formats: the head (and embedding), or those of
 a layer by their names in LLaMA's checkpoints: q, k, v, o, gate, up and down.
@@ -45,18 +45,31 @@ FORMATS = {
     "mxfp4-a16": Format("mxfp4", False),
     "fp8-a16": Format("fp8", False),
 }
-CPU_FORMATS = {"w8a8-h64": Format("int8-h64", True), "iq4_nl": Format("iq4_nl", True)}
+CPU_FORMATS = {
+    "w8a8-h64": Format("int8-h64", True),
+    "iq4_nl": Format("iq4_nl", True),
+    "w6a8": Format("int6", True),
+    "w6a16": Format("int6", False),
+}
 """Formats that kernels of CPUs alone read; `format_on` says what others get."""
-ELSEWHERE = {"w8a8-h64": "w8a8", "iq4_nl": "w4a8"}
+ELSEWHERE = {"w8a8-h64": "w8a8", "iq4_nl": "w4a8", "w6a8": "w8a8-g32", "w6a16": "w8a16-g32"}
 KNOWN = ChainMap[str, Format]({}, CPU_FORMATS, FORMATS)
 """These and what files hold beside them, which `quantize` does not make; their classes add it."""
-ALIASES = {"int8": "w8a8-h64", "int4": "iq4_nl", "mxfp4": "mxfp4-a8", "fp8": "fp8-a16"}
+ALIASES = {
+    "int8": "w8a8-h64",
+    "int6": "w6a8",
+    "int4": "iq4_nl",
+    "mxfp4": "mxfp4-a8",
+    "fp8": "fp8-a16",
+}
 PLUS = "+"
 """Before a matrix with a format of its own."""
 HEAD = "head"
 PARTS = (HEAD, "q", "k", "v", "o", "gate", "up", "down")
-WIDER = {"iq4_nl": {HEAD: "w8a8-h64", "v": "w8a8-h64"}}
+WIDER = {"iq4_nl": {HEAD: "w8a8-h64", "v": "w6a8", "down": "w6a8"}}
 """The matrices that a format leaves wider unless they are named: few bytes, much of the loss."""
+AT_ENDS = ("down",)
+"""Of WIDER: in the layers alone that `is_at_an_end` chooses."""
 BESIDE = "|"
 """Between the formats of a fused weight's tensors, in their order."""
 
@@ -78,11 +91,24 @@ def resolve_format(name: str) -> str:
     return PLUS.join([_resolved(base, name), *(f"{p}={_resolved(f, name)}" for p, _, f in each)])
 
 
-def format_of(name: str, part: str | None = None) -> str:
-    """The format of a resolved name for one of PARTS; None is everything else."""
+def format_of(name: str, part: str | None = None, *, at_an_end: bool = False) -> str:
+    """The format of a resolved name for a matrix.
+
+    Args:
+        part: one of PARTS; None is everything else.
+        at_an_end: what `is_at_an_end` says of its layer.
+    """
     base, *named = name.split(PLUS)
     by_part = dict(one.split("=") for one in named)
-    return (WIDER.get(base, {}) | by_part).get(part or "", base)
+    wider = WIDER.get(base, {})
+    wider = {p: f for p, f in wider.items() if at_an_end or p not in AT_ENDS}
+    return (wider | by_part).get(part or "", base)
+
+
+def is_at_an_end(layer: int, num_layers: int) -> bool:
+    """Whether a layer is of the first or the last eighth, which are the most sensitive."""
+    edge = max(1, num_layers // 8)
+    return layer < edge or layer >= num_layers - edge
 
 
 def formats_of(name: str) -> tuple[str, ...]:

@@ -25,13 +25,13 @@ TARGETS = (
 )  # fmt: skip
 LAYOUTS = (
     "matrix", "table", "pairs", "int8", "int8-h64", "fp8", "int8-g32", "int4", "mxfp4", "q4_1",
-    "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "fp8-g32",
-    "nf4", "nvfp4",
+    "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "int6",
+    "fp8-g32", "nf4", "nvfp4",
 )  # fmt: skip
 """Of weights that its kernels read: plain ones, [in, out], [out, in] or `Pairs`, and codes."""
 READ_AS = {"int4-z64": "q4_k", "int4-z128": "q4_k"}
 """Codes whose arrays are those of another layout."""
-KERNELS_VERSION = 18
+KERNELS_VERSION = 19
 """What the arguments of its functions mean; csrc/attention_ffi.cc says the library's."""
 OLDER = "the native library is not of this version; install rooflax again"
 INSTRUCTION_SETS = ("generic", "avx2", "avx512", "avx512-far", "amx")
@@ -219,12 +219,16 @@ def rotator() -> Callable[[np.ndarray], np.ndarray] | None:
     return rotate
 
 
-def iq4_encoder() -> Callable[[np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]] | None:
-    """`weights.iq4.encoded` by threads; None without the library."""
-    library = load()
-    if library is None or not hasattr(library, "rooflax_encode_iq4"):
+def encoder(code: str) -> Callable[[np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]] | None:
+    """`encoded` of `weights.iq4` or `weights.int6` by threads; None without the library.
+
+    Args:
+        code: "iq4" or "int6".
+    """
+    library, name = load(), f"rooflax_encode_{code}"
+    if library is None or not hasattr(library, name):
         return None
-    function = library.rooflax_encode_iq4
+    function = getattr(library, name)
     function.restype = None
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     function.argtypes = [pointer, size, pointer, pointer, pointer, ctypes.c_int]

@@ -48,7 +48,8 @@ def test_logits_err_no_more_than_stated(name, tmp_path):
     storage = Storage("float32", resolve_format("int4"))
     matmuls = [slot for slot in exact.config.slots() if is_matmul(slot, exact.config)]
     kept = {str(storage.of(slot, exact.config).format) for slot in matmuls}
-    assert {one for format in kept for one in formats_of(format)} <= {"iq4_nl", "w8a8-h64", "w8a8"}
+    formats = {one for format in kept for one in formats_of(format)}
+    assert formats <= {"iq4_nl", "w6a8", "w8a8-h64", "w8a8"}
     logits = np.asarray(full_logits(exact, goldens.tokens()))
     found = []
     for format in ("int8", "int4"):

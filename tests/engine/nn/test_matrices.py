@@ -8,7 +8,7 @@ import rooflax
 from rooflax import LLM, ExecutionOptions, RequestError
 from rooflax.loading.model_info import model_info
 from rooflax.nn.storage import Storage
-from rooflax.ops.formats import format_of, format_on, resolve_format
+from rooflax.ops.formats import format_of, format_on, is_at_an_end, resolve_format
 from rooflax.ops.weights import quantized_parts
 
 PRESET, EXPERTS = "preset:qwen2.5-tiny", "preset:gpt-oss-tiny"
@@ -22,13 +22,22 @@ def formats(name, quantize):
     return {slot.key: str(storage.of(slot, config).format) for slot in config.slots()}
 
 
-def test_four_bits_leave_the_head_and_v_wider_unless_they_are_named():
+def test_four_bits_leave_what_costs_most_wider_unless_it_is_named():
     found = formats(PRESET, "int4")
-    v, head = found["attn.qkv"].split("|")[2], found["embed"]
-    assert found["attn.qkv"] == f"iq4_nl|iq4_nl|{v}" and found["mlp.down"] == "iq4_nl"
-    assert {v, head} <= {"w8a8-h64", "w8a8"}
-    assert set(formats(PRESET, "int4+head=int4+v=int4").values()) <= {"iq4_nl", "None"}
+    assert found["attn.qkv"] == "iq4_nl|iq4_nl|w6a8" and found["embed"] in ("w8a8-h64", "w8a8")
+    assert found["mlp.down"] == "w6a8"  # the last layer's
+    every = formats(PRESET, "int4+head=int4+v=int4+down=int4")
+    assert set(every.values()) <= {"iq4_nl", "None"}
     assert set(formats(PRESET, "w4a8").values()) <= {"w4a8", "None"}
+
+
+def test_the_first_and_last_eighth_of_the_layers_keep_down_wider():
+    chosen = [layer for layer in range(30) if is_at_an_end(layer, 30)]
+    assert chosen == [0, 1, 2, 27, 28, 29]
+    assert [layer for layer in range(5) if is_at_an_end(layer, 5)] == [0, 4]
+    assert format_of("iq4_nl", "down", at_an_end=True) == "w6a8"
+    assert format_of("iq4_nl", "down") == format_of("iq4_nl", "up", at_an_end=True) == "iq4_nl"
+    assert format_of("iq4_nl+down=w8a8", "down") == "w8a8"
 
 
 def test_matrices_are_named():

@@ -209,7 +209,7 @@ def test_names():
     with pytest.raises(RequestError, match="int4.head=int8"):
         resolve_format("int4+tail=int8")
     assert not class_of("w4a8").fits(33)
-    with pytest.raises(RequestError, match="int8, int4"):
+    with pytest.raises(RequestError, match="int8, int6, int4"):
         resolve_format("int3")
 
 

@@ -10,6 +10,7 @@ With q the codes of a weight [in, out], g = k // 32 and h = k // 16:
     q4_k     w = (d s[g]) q - (e m[g]),               q in 0..15, s and m in 0..63
     q5_k     w = (d s[g]) q - (e m[g]),               q in 0..31, s and m in 0..63
     q6_k     w = (d s[h]) (q - 32),                   q in 0..63, s in -128..127
+    int6     w = d[g] (q - 32),                       q in 0..63
     iq4_nl   w = d[g] IQ4[q],                         q in 0..15
     iq4_xs   w = (d s[g]) IQ4[q],                     q in 0..15, s in -32..31
     int4-z64, int4-z128
@@ -23,8 +24,8 @@ A group's codes are packed as csrc/impl_blocks.h says, in as many lines of 16 x 
 has bits. The scales of a group are one number, its fields side by side from the lowest bit on: a
 float16; d and m as 32 bits; or 64 bits: d and e, then two bytes, of s and m or of two halves.
 
-int4-z64 and int4-z128 are of AWQ and GPTQ, and no types of GGUF files: 64 or 128 inputs share a
-float16 scale and a zero point, and the kernels of q4_k read them.
+int6, int4-z64 and int4-z128 are no types of GGUF files. The latter two are of AWQ and GPTQ: 64 or
+128 inputs share a float16 scale and a zero point, and the kernels of q4_k read them.
 
 Source: https://github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h and gguf-py/gguf/quants.py.
 """
@@ -41,7 +42,7 @@ from jaxtyping import Array, Float, Int
 
 from rooflax.ops import native
 from rooflax.ops.formats import GROUP, PANEL
-from rooflax.ops.weights import iq4
+from rooflax.ops.weights import int6, iq4
 from rooflax.ops.weights.formats import E2M1_VALUES, looked_up
 from rooflax.ops.weights.quantized import (
     Encoded,
@@ -511,20 +512,40 @@ class Q41(Pairs):
         return both_halves(body), scales
 
 
-class Iq4Nl(Halves):
+class Searched(Halves):
+    """Types whose scale is searched for, where `quantize` makes them.
+
+    Attributes:
+        search: its module in this package, whose `encoded` the library has under the same name.
+    """
+
+    search: ClassVar[Any]
+
+    @classmethod
+    def encoded(cls, rows: np.ndarray) -> Encoded:
+        groups = rows.reshape(-1, GROUP)
+        encode = native.encoder(cls.search.__name__.rpartition(".")[2]) or cls.search.encoded
+        codes, scales, largest = encode(groups)
+        by_row = scales.astype(np.float16).reshape(len(rows), -1)
+        return codes.reshape(rows.shape), by_row, largest.reshape(by_row.shape)
+
+
+class Int6(Searched):
+    """Six bits and a scale: between int4 and int8, and no type of GGUF files."""
+
+    code, bits, offset, zero = "int6", 6, 32, 32
+    search = int6
+    most = float(31 * iq4.MOST_SCALE)
+
+
+class Iq4Nl(Searched):
     """Four bits that number sixteen values, and a scale."""
 
     code, bits, zero = "iq4_nl", 4, 8
+    search = iq4
     most = float(113 * iq4.MOST_SCALE)
     names = MappingProxyType({"iq4_nl": True, "iq4_nl-a16": False})
     blocks = MappingProxyType({"IQ4_NL": "iq4_nl"})
-
-    @staticmethod
-    def encoded(rows: np.ndarray) -> Encoded:
-        groups = rows.reshape(-1, GROUP)
-        codes, scales, largest = (native.iq4_encoder() or iq4.encoded)(groups)
-        by_row = scales.astype(np.float16).reshape(len(rows), -1)
-        return codes.reshape(rows.shape), by_row, largest.reshape(by_row.shape)
 
     @classmethod
     def decoded(cls, codes: Any) -> Any:

@@ -1,14 +1,19 @@
-"""IQ4_NL as it is made here: searched scales, by threads and by NumPy to the same bits."""
+"""IQ4_NL and six bits as they are made here: searched scales, the same by threads and NumPy."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from rooflax.ops import native
 from rooflax.ops.formats import GROUP
-from rooflax.ops.weights import class_of, iq4, quantize
+from rooflax.ops.linear import linear, unembed
+from rooflax.ops.weights import class_of, int6, iq4, quantize
+from tests.support.ops.calls import calls_of, dot, native_call, same_alone
 
 FORMAT = "iq4_nl"
-NATIVE = pytest.mark.skipif(native.iq4_encoder() is None, reason="no native library")
+SEARCHED = {"iq4_nl": iq4, "w6a8": int6}
+NATIVE = pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
+every_format = pytest.mark.parametrize("format", SEARCHED)
 pytestmark = pytest.mark.oldest_jax
 
 
@@ -23,12 +28,13 @@ def groups(count=1003):
 
 
 @NATIVE
-def test_the_library_gives_numpys_bits():
+@every_format
+def test_the_library_gives_numpys_bits(format):
     x = groups()
-    by_library = native.iq4_encoder()
+    by_library = native.encoder(SEARCHED[format].__name__.rpartition(".")[2])
     assert by_library is not None
     with np.errstate(all="ignore"):
-        codes, scales, largest = iq4.encoded(x)
+        codes, scales, largest = SEARCHED[format].encoded(x)
     found = by_library(x)
     is_finite = np.isfinite(largest)
     assert not is_finite[6:9].any() and is_finite[9:].all()
@@ -52,6 +58,37 @@ def test_the_error_of_normal_numbers_is_three_quarters_of_evenly_spaced_codes():
         for format in (FORMAT, "w4a8")
     ]
     assert errors[0] < 0.78 * errors[1]
+
+
+def test_the_error_of_six_bits_is_a_thirteenth_of_that_of_four():
+    w = np.random.default_rng(1).standard_normal((512, 64)).astype(np.float32)
+    errors = [
+        np.square(np.asarray(quantize(w, format, (512,), (64,)).numbers()) - w).mean()
+        for format in ("w6a8", FORMAT)
+    ]
+    assert errors[0] < errors[1] / 13
+
+
+ROWS = (1, 3, 8, 9, 12, 16, 33, 40)
+
+
+@NATIVE
+@pytest.mark.parametrize("format", ["w6a8", "w6a16"])
+def test_kernels_of_six_bits_are_the_reference(instruction_set, format):
+    """Also of a row beside others and alone, and of rows that are looked up."""
+    draw = np.random.default_rng(3)
+    x = draw.standard_normal((40, 192)).astype(np.float32)
+    w = quantize(draw.standard_normal((192, 53)).astype(np.float32), format, (192,), (53,))
+    wanted = np.asarray(dot(w, x))
+    for found in calls_of(linear, ROWS)(x, w, None):
+        error = np.abs(np.asarray(found) - wanted[: len(found)]).max()
+        assert error <= 2e-6 * np.abs(wanted).max() * np.sqrt(192)
+    same_alone(linear, ROWS, x, w, None)
+    table = quantize(np.asarray(w.numbers()), format, (192,), (53,))
+    found = native_call(unembed)(x, table)
+    np.testing.assert_allclose(found, dot(table, x), atol=1e-4)
+    rows = np.asarray(w.take(jnp.array([0, 52, 17])))
+    np.testing.assert_array_equal(rows, np.asarray(w.numbers()).T[[0, 52, 17]])
 
 
 def test_no_scale_that_is_tried_is_better():
@@ -79,23 +116,23 @@ def test_an_importance_moves_the_error_to_what_matters_less():
     assert error(weighted) < error(plain)
 
 
+@every_format
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_what_shares_a_scale_with_nan_or_infinity_is_nan(value):
+def test_what_shares_a_scale_with_nan_or_infinity_is_nan(format, value):
     w = np.random.default_rng(2).standard_normal((96, 37)).astype(np.float32)
-    whole = np.asarray(quantize(w, FORMAT, (96,), (37,)).numbers())
+    whole = np.asarray(quantize(w, format, (96,), (37,)).numbers())
     w[40, 5] = value
-    found = np.array(quantize(w, FORMAT, (96,), (37,)).numbers())
+    found = np.array(quantize(w, format, (96,), (37,)).numbers())
     assert np.isnan(found[32:64, 5]).all()
     found[32:64, 5] = whole[32:64, 5]
     np.testing.assert_array_equal(found, whole)
 
 
-def test_weights_without_a_size_stay_so_and_huge_ones_become_the_largest():
-    assert not np.asarray(
-        quantize(np.zeros((64, 20), np.float32), FORMAT, (64,), (20,)).numbers()
-    ).any()
+@pytest.mark.parametrize(("format", "code"), [("iq4_nl", 127), ("w6a8", 32)])
+def test_weights_without_a_size_stay_so_and_huge_ones_become_the_largest(format, code):
     w = np.zeros((64, 20), np.float32)
+    assert not np.asarray(quantize(w, format, (64,), (20,)).numbers()).any()
     w[3, 4] = 1e9
-    found = np.asarray(quantize(w, FORMAT, (64,), (20,)).numbers())
-    np.testing.assert_allclose(np.abs(found[3, 4]), 127 * iq4.MOST_SCALE, rtol=1e-3)
-    assert np.isfinite(found).all() and class_of(FORMAT).most < abs(found[3, 4])
+    found = np.asarray(quantize(w, format, (64,), (20,)).numbers())
+    np.testing.assert_allclose(np.abs(found[3, 4]), code * iq4.MOST_SCALE, rtol=1e-3)
+    assert np.isfinite(found).all() and class_of(format).most < abs(found[3, 4])

@@ -30,7 +30,7 @@ from prepare import Installation, Unavailable
 from serving import Serving
 
 HERE = Path(__file__).parent
-MODELS = (*plan.MODELS, *plan.FAMILIES)
+MODELS = (*plan.MODELS, *plan.FAMILIES, *plan.PUBLISHED)
 SLOW, SLOW_ROUNDS = 3.0, 2
 """A peer that takes SLOW times as long as the quickest one in the first round, in all that becomes
 a row, cannot be the best one, and is timed in SLOW_ROUNDS rounds."""
@@ -79,9 +79,9 @@ class Comparison:
     def run(self) -> None:
         for model in self.args.models:
             if "batches" in self.args.jobs:
-                for width in self.args.widths:
+                for width in plan.widths_of(model, self.args.widths):
                     self._batches(model, width)
-            if "serving" in self.args.jobs and plan.SERVED[model] in self.args.widths:
+            if "serving" in self.args.jobs and plan.SERVED.get(model) in self.args.widths:
                 self._serve(model, plan.SERVED[model])
 
     def _batches(self, model: str, width: str) -> None:

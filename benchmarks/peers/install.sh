@@ -23,7 +23,16 @@ venv/bin/pip download --quiet --no-deps --no-binary llama-cpp-python \
   "llama-cpp-python==$llama_cpp_python"
 tar xzf "llama_cpp_python-$llama_cpp_python.tar.gz"
 ln -sfn "llama_cpp_python-$llama_cpp_python/vendor/llama.cpp" llama.cpp
-CMAKE_ARGS="-DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON" \
+# On a processor with AMX its native build ends at its first decode, so there the instruction sets that
+# it runs with are named one by one.
+native="-DGGML_NATIVE=ON"
+if grep -qw amx_tile /proc/cpuinfo 2>/dev/null; then
+  native="-DGGML_NATIVE=OFF"
+  for set in SSE42 AVX AVX2 FMA F16C BMI2 AVX512 AVX512_VBMI AVX512_VNNI AVX512_BF16; do
+    native="$native -DGGML_$set=ON"
+  done
+fi
+CMAKE_ARGS="-DCMAKE_BUILD_TYPE=Release $native" \
   venv/bin/pip install --quiet --no-cache-dir "./llama_cpp_python-$llama_cpp_python.tar.gz"
 
 "$python" -m venv export

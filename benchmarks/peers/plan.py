@@ -9,19 +9,24 @@ part in that width.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 MODELS = ("gpt2", "qwen2.5-0.5b")
 FAMILIES = ("qwen3-0.6b", "gemma-3-270m", "qwen3-moe-3b", "lfm2-350m", "qwen3.5-0.8b")
 """Compared when named, with llama.cpp alone, whose files rooflax writes."""
+PUBLISHED = {"smollm2-135m": "SmolLM2 135M, Q4_1", "gemma-3-270m-file": "Gemma 3 270M, Q4_K_M"}
+"""GGUF files that people have, which llama.cpp reads too, when named; with what is in them."""
 WIDTHS = ("float32", "bf16", "int8", "int4")
+FILE = "file"
+"""The one width of PUBLISHED: the file's own formats."""
 OURS = "rooflax"
 PEERS = ("llama.cpp", "OpenVINO", "CTranslate2", "transformers", "onnxruntime-genai")
 KINDS = ("batches", "serving")
 
 FORMATS = {
-    OURS: {"float32": "float32", "bf16": "bfloat16", "int8": "int8", "int4": "int4"},
-    "llama.cpp": {"float32": "f32", "bf16": "bf16", "int8": "q8_0", "int4": "q4_0"},
+    OURS: {"float32": "float32", "bf16": "bfloat16", "int8": "int8", "int4": "int4", FILE: FILE},
+    "llama.cpp": {"float32": "f32", "bf16": "bf16", "int8": "q8_0", "int4": "q4_0", FILE: FILE},
     "OpenVINO": {"int8": "int8", "int4": "int4"},
     "CTranslate2": {"float32": "float32", "int8": "int8"},
     "transformers": {"float32": "float32", "bf16": "bfloat16"},
@@ -41,8 +46,13 @@ BATCH_1_SHARE = {"float32": 0.90, "bf16": 0.90, "int8": 0.85, "int4": 0.75}
 BATCH_RATIO = {8: 1.8, 16: 1.5}
 BATCH_RATIO_WIDTHS = ("int8", "int4")
 PREFILL_RATIO, FAMILY_PREFILL_RATIO = 1.1, 1.0
+FILE_PREFILL_RATIO = {"smollm2-135m": 5.0, "gemma-3-270m-file": 3.0}
 STATE_RATIO = {"lfm2-350m": 1.2, "qwen3.5-0.8b": 1.2}
 """Models with a state per sequence, in any width, of llama.cpp."""
+FILE_SHARE = 0.75
+"""Of the roofline of a file's own bytes, at one row."""
+FILE_RATIO = {("smollm2-135m", 8): 5.0, ("gemma-3-270m-file", 8): 4.0}
+"""Of llama.cpp, by model and rows."""
 EXPERTS_SHARE = {"qwen3-moe-3b": 0.65}
 """Models of experts: of the bytes of those that are chosen."""
 PEER_NEAR_CEILING, OWN_SHARE_THEN = 0.80, 0.90
@@ -61,6 +71,11 @@ SERVING_RATIO = {"avx512": 2.5, "avx2": 2.0}
 SERVING_SHARE = 0.85
 LONGEST_GAP_S = 1.0
 """Targets of all requests at once; of spread ones it is the peer's time to first token."""
+
+
+def widths_of(model: str, wanted: Sequence[str]) -> Sequence[str]:
+    """Those in which a model is compared."""
+    return (FILE,) if model in PUBLISHED else wanted
 
 
 @dataclass(frozen=True)
@@ -125,6 +140,8 @@ class Verdict:
 
 def prefill_ratio(model: str) -> float:
     """What is wanted of the best peer's prefill."""
+    if model in PUBLISHED:
+        return FILE_PREFILL_RATIO[model]
     return FAMILY_PREFILL_RATIO if model in FAMILIES else PREFILL_RATIO
 
 
@@ -137,6 +154,11 @@ def decode_verdict(
     peer_share: float | None,
 ) -> Verdict:
     """Of a decode row; a ratio of None is a row without a peer."""
+    if batch == 1 and model in PUBLISHED:
+        return Verdict(f"{FILE_SHARE:.0%}", share >= FILE_SHARE)
+    if (model, batch) in FILE_RATIO:
+        wanted = FILE_RATIO[model, batch]
+        return Verdict(f">= {wanted}x", None if ratio is None else ratio >= wanted)
     if batch == 1 and model in EXPERTS_SHARE:
         part = EXPERTS_SHARE[model]
         return Verdict(f"{part:.0%} of the chosen experts' bytes", share >= part)

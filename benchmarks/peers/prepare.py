@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from plan import FAMILIES, FORMATS, OURS
+from plan import FAMILIES, FILE, FORMATS, OURS
 
 HERE = Path(__file__).parent
 MODULES = {
@@ -81,12 +81,31 @@ class Installation:
 
 
 def checkpoint(at: Installation, model: str, form: str = "") -> Path:
-    """The one that all of them convert."""
+    """The one that all of them convert, or the published file that is read as it is."""
+    if form == FILE:
+        return published(model)
     script = HERE / "checkpoint.py"
     return made(at.files / model, lambda part: [[sys.executable, script, model, part]])
 
 
+def published(model: str) -> Path:
+    """A file of plan.PUBLISHED, as `make real` fetches it.
+
+    Raises:
+        Unavailable: it is not there.
+    """
+    sys.path.append(str(HERE.parents[1]))
+    from tests.real import fetch
+
+    path = {"smollm2-135m": fetch.SMOLLM2, "gemma-3-270m-file": fetch.GEMMA}[model].path
+    if not path.exists():
+        raise Unavailable(f"{path} is not there; `python -m tests.real.fetch` fetches it")
+    return path
+
+
 def gguf(at: Installation, model: str, form: str) -> Path:
+    if form == FILE:
+        return published(model)
     source, script = checkpoint(at, model), HERE / "gguf_files.py"
     if model in FAMILIES:
         command = [sys.executable, "-m", "rooflax", "quantize", source, "--gguf", form.upper()]

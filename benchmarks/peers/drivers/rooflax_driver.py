@@ -1,8 +1,9 @@
 """rooflax, measured as `rooflax bench` measures it; FORMAT is float32, bfloat16 or a quantised one.
 
-    python rooflax_driver.py CHECKPOINT float32|bfloat16|int8|int4
+    python rooflax_driver.py CHECKPOINT float32|bfloat16|int8|int4|file
 
-The checkpoint has bfloat16 weights, which "bfloat16" leaves as they are.
+A checkpoint has bfloat16 weights, which "bfloat16" leaves as they are; a GGUF file has its own
+formats, which "file" leaves.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rooflax.bench.workload import Workload
 from rooflax.engine.compilation import count_compilations
 from rooflax.nn.execution import Precision
 
-PRECISIONS = {"float32": Precision(dtype="float32"), "bfloat16": Precision()}
+PRECISIONS = {"float32": Precision(dtype="float32"), "bfloat16": Precision(), "file": Precision()}
 
 
 class Rooflax:

@@ -505,9 +505,9 @@ def test_a_float16_cache_is_near_a_float32_one():
     rows = {}
     for dtype in ("float32", "float16", "bfloat16"):
         cache = new_cache(model, max_tokens=64, dtype=dtype)
-        _, cache = prefill(model, cache, tokens)
+        _, cache = jax.jit(prefill)(model, cache, tokens)
         step = jnp.array([3], jnp.int32), jnp.array([40], jnp.int32)
-        rows[dtype] = np.asarray(decode_step(model, cache, *step)[0])
+        rows[dtype] = np.asarray(jax.jit(decode_step)(model, cache, *step)[0])
     near, far = (np.abs(rows[d] - rows["float32"]).max() for d in ("float16", "bfloat16"))
     assert 0 < 4 * near < far < 0.05
 

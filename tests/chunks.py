@@ -1,5 +1,7 @@
 """A model's logits for prompts that are cut into chunks."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,9 +11,9 @@ from rooflax.nn.batch import Batch
 from rooflax.nn.layout import STATE
 
 
-@jax.jit
-def _forward(model, cache, batch):
-    hidden, cache = model.forward(batch, cache)
+@partial(jax.jit, static_argnames="longest")
+def _forward(model, cache, tokens, longest):
+    hidden, cache = model.forward(Batch.ragged(*tokens, longest=longest), cache)
     return model.logits(hidden), cache
 
 
@@ -31,7 +33,7 @@ def chunked_logits(model: Model, tokens: np.ndarray, ends: list[int]) -> np.ndar
         lens, at = (np.full(rows, n, np.int32) for n in (count, begin))
         flat = tokens[:, begin:end].reshape(-1)
         where = jax.tree.map(jnp.asarray, (flat, starts, lens, at, tables, first))
-        found, cache = _forward(model, cache, Batch.ragged(*where, longest=count))
+        found, cache = _forward(model, cache, where, longest=count)
         out.append(np.asarray(found).reshape(rows, count, -1))
         begin = end
     return np.concatenate(out, axis=1)

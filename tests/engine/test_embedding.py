@@ -1,6 +1,7 @@
 """Vectors and scores of texts: equal to sentence-transformers', alone or beside others."""
 
 import importlib.util
+import itertools
 import json
 import shutil
 from functools import partial
@@ -16,6 +17,7 @@ from rooflax.errors import CheckpointError, EngineError
 from rooflax.loading.safetensors import TensorToWrite, dtype_name, write_safetensors
 from rooflax.nn.engine_config import EngineConfig
 from tests import gguf_cases, goldens
+from tests.marks import cases
 from tests.pooling_cases import (
     DENSE,
     IDENTITY,
@@ -87,8 +89,13 @@ def oracle(folder, texts, **how):
 
 @pytest.mark.skipif(not HAVE_ORACLE, reason="needs sentence-transformers")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("mode", ["lasttoken", "mean_tokens"])
-@pytest.mark.parametrize("normalizes", [True, False])
+@pytest.mark.parametrize(
+    ("mode", "normalizes"),
+    cases(
+        itertools.product(["lasttoken", "mean_tokens"], [True, False]),
+        default=[("lasttoken", True), ("mean_tokens", False)],
+    ),
+)
 def test_vectors_equal_those_of_sentence_transformers(checkpoint, mode, normalizes):
     extra = [NORMALIZE] if normalizes else []
     folder = checkpoint(f"{mode}-{normalizes}", pooling(mode), *extra)
@@ -166,7 +173,7 @@ def test_what_is_saved_from_a_gguf_file_embeds(tmp_path):
 
 @pytest.mark.skipif(not HAVE_ORACLE, reason="needs sentence-transformers")
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("window", [0, 1, 6, 7])
+@pytest.mark.parametrize("window", cases([0, 1, 6, 7], nightly=[1]))
 def test_attention_both_ways_as_embedding_gemma_has_it(tmp_path, references, window):
     config = {"use_bidirectional_attention": True, "sliding_window": window}
     reference = references("gemma3_text")
@@ -201,8 +208,13 @@ def test_a_base_models_names_and_no_head(last, tmp_path):
         llm.generate("x")
 
 
-@pytest.mark.parametrize("mode", ["lasttoken", "mean_tokens"])
-@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize(
+    ("mode", "quantize"),
+    cases(
+        itertools.product(["lasttoken", "mean_tokens"], [None, "int8"]),
+        nightly=[("mean_tokens", "int8")],
+    ),
+)
 def test_a_text_has_the_same_vector_alone_beside_others_and_in_chunks(checkpoint, mode, quantize):
     folder = checkpoint(f"alone-{mode}", pooling(mode), NORMALIZE)
     llm = LLM(folder, quantize=quantize)

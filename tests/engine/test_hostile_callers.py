@@ -120,7 +120,7 @@ def test_a_panic_in_a_step_ends_nobody_else(folder, monkeypatch):
 
 def test_more_samples_than_may_ever_wait_are_a_request_error(folder):
     async def ask():
-        async with AsyncLLM(folder, max_model_len=64, max_num_seqs=2, max_waiting=3) as server:
+        async with AsyncLLM(folder, max_model_len=64, max_num_seqs=4, max_waiting=1) as server:
             with pytest.raises(RequestError, match="6 samples or beams, and at most 5") as caught:
                 await server.generate([5, 6], GREEDY, n=6)
             return caught.value
@@ -229,7 +229,7 @@ def test_a_program_that_ends_while_requests_run_ends_as_it_wants():
 
 def test_the_engine_error_of_a_request_is_raised(folder):
     async def ask():
-        async with AsyncLLM(folder, max_model_len=64) as server:
+        async with AsyncLLM(folder, max_model_len=64, max_num_seqs=4) as server:
             server._thread._failure = "gone"
             with pytest.raises(EngineError, match="gone"):
                 await server.generate([5, 6])

@@ -1,21 +1,28 @@
-"""`bench --concurrent` and `--request-rate` as users run them, on a real preset."""
+"""`bench --concurrent` and `--request-rate` as users run them; on a real preset in nightly."""
 
+import itertools
 import json
 
 import pytest
+
+from tests.marks import cases
 
 pytestmark = pytest.mark.oldest_jax
 
 SHORT = ("--prompt-tokens", 9, "--output-tokens", 5)
 
 
-FLOAT32 = pytest.param((), id="float32", marks=pytest.mark.nightly)
+PRESETS = ("preset:gpt2-tiny", "preset:gpt2")
 
 
-@pytest.mark.parametrize("format", [FLOAT32, pytest.param(("-q", "int8"), id="int8")])
-def test_requests_at_once_give_the_tokens_of_each_alone(rooflax, format):
+@pytest.mark.parametrize(
+    ("preset", "dtype"),
+    cases(itertools.product(PRESETS, ["int8", "float32"]), default=[("preset:gpt2-tiny", "int8")]),
+)
+def test_requests_at_once_give_the_tokens_of_each_alone(rooflax, preset, dtype):
     """The command compares the tokens itself; it ends with 1 only for a figure below its target."""
-    ran = rooflax("bench", "preset:gpt2", *format, "--concurrent", "--trials", 1, *SHORT, "--json")
+    format = ("-q", dtype) if dtype == "int8" else ()
+    ran = rooflax("bench", preset, *format, "--concurrent", "--trials", 1, *SHORT, "--json")
     assert ran.code in (0, 1), ran.err
     found = json.loads(ran.out)
     assert found["passed"] == (ran.code == 0)
@@ -24,8 +31,9 @@ def test_requests_at_once_give_the_tokens_of_each_alone(rooflax, format):
 
 
 @pytest.mark.every_jax
-def test_requests_at_a_rate_all_end(rooflax):
-    ran = rooflax("bench", "preset:gpt2", "--request-rate", 20, "--requests", 4, *SHORT, "--json")
+@pytest.mark.parametrize("preset", cases(PRESETS, nightly=["preset:gpt2"]))
+def test_requests_at_a_rate_all_end(rooflax, preset):
+    ran = rooflax("bench", preset, "--request-rate", 20, "--requests", 4, *SHORT, "--json")
     assert ran.code == 0, ran.err
     found = json.loads(ran.out)
     assert found["metrics"]["num_finished"] == {"length": 4}

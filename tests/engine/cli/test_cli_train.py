@@ -11,6 +11,10 @@ from rooflax.cli.main import main
 from rooflax.errors import RequestError
 from rooflax.loading.load import load
 from rooflax.loading.model_info import embedded_folder
+from rooflax.loading.save import save_model
+from rooflax.models.initialize import random_weights
+from rooflax.models.presets import CHAT_NAME
+from rooflax.models.registry import read_config
 from rooflax.train import loop
 from rooflax.train.config import TrainConfig
 from tests.flags import replaced
@@ -114,7 +118,20 @@ def test_a_checkpoint_is_trained_gently_unless_told_otherwise(rooflax, data):
     assert (settings["learning_rate"], settings["warmup_steps"]) == (1e-3, 3)
 
 
-CHAT = "rooflax-chat-5m"
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    """A checkpoint of one small layer with the embedded chat model's tokenizer and template."""
+    source = embedded_folder(CHAT_NAME)
+    raw = json.loads((source / "config.json").read_text()) | {
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "head_dim": 8,
+        "num_attention_heads": 2, "num_key_value_heads": 1,
+    }  # fmt: skip
+    name, config = read_config(raw)
+    files = {file: source / file for file in ("tokenizer.json", "tokenizer_config.json")}
+    folder = tmp_path_factory.mktemp("chat") / "m"
+    weights = random_weights(name, config, seed=3)
+    save_model(folder, name, config, weights, eos_token_ids=raw["eos_token_id"], files=files)
+    return str(folder)
 
 
 def chats(path, count, **more):
@@ -126,7 +143,7 @@ def chats(path, count, **more):
 
 
 def test_a_dry_run_states_the_memory_and_trains_nothing(rooflax, data):
-    ran = train(rooflax, CHAT, "--dry-run", "--json")
+    ran = train(rooflax, CHAT_NAME, "--dry-run", "--json")
     assert ran.code == 0, ran.err
     found = json.loads(ran.out)
     assert found["total"] == sum(found["bytes"].values())
@@ -136,13 +153,13 @@ def test_a_dry_run_states_the_memory_and_trains_nothing(rooflax, data):
     )
     assert parts["gradients, activations and logits"] > parts["trained weights, float32"]
     assert not (data / "run/log.jsonl").exists() and not (data / "run/model").exists()
-    assert "in all" in train(rooflax, CHAT, "--dry-run").out
+    assert "in all" in train(rooflax, CHAT_NAME, "--dry-run").out
 
 
-def test_epochs_the_best_weights_and_a_type_to_save(rooflax, data):
+def test_epochs_the_best_weights_and_a_type_to_save(rooflax, data, chat):
     chats(data / "chats.jsonl", 20)
     ran = rooflax(
-        "train", CHAT, "--data", "chats.jsonl", "--out", "run", "--epochs", 2, "--batch", 2,
+        "train", chat, "--data", "chats.jsonl", "--out", "run", "--epochs", 2, "--batch", 2,
         "--seq-len", 64, "--eval-every", 2, "--save-best", "--save-dtype", "float32", "--json",
     )  # fmt: skip
     assert ran.code == 0, ran.err
@@ -162,11 +179,11 @@ def test_jsonl_and_a_given_tokenizer(rooflax, data):
     assert (ran.code, ran.err) == (0, "")
 
 
-def test_folders_of_chats_with_masks(rooflax, data):
+def test_folders_of_chats_with_masks(rooflax, data, chat):
     (data / "chats").mkdir()
     for name, count in (("train", 40), ("valid", 6), ("test", 5)):
         chats(data / f"chats/{name}.jsonl", count)
-    flags = (CHAT, "--assistant-only-loss", "--lr", 1e-3, "--seq-len", 64, "--json")
+    flags = (chat, "--assistant-only-loss", "--lr", 1e-3, "--seq-len", 64, "--json")
     ran = train(rooflax, *flags, data="chats")
     assert ran.code == 0, ran.err
     assert "40 documents to train on, 6 held out, 5 to test" in ran.err
@@ -180,7 +197,7 @@ def test_folders_of_chats_with_masks(rooflax, data):
     ran = train(rooflax, *flags, data="chats", out="split")
     assert ran.code == 0, ran.err
     assert "held out, 5 to test" in ran.err and "40 documents" not in ran.err
-    ran = train(rooflax, CHAT, "--seq-len", 64, data="chats/test.jsonl", out="whole")
+    ran = train(rooflax, chat, "--seq-len", 64, data="chats/test.jsonl", out="whole")
     assert ran.code == 0 and "are trained" not in ran.err
 
 
@@ -263,11 +280,11 @@ def test_rewards_end_to_end(rooflax, data, tiny):
         (("--truncation", "some"), {"text": "x"}, "truncation is 'some'"),
     ],
 )  # fmt: skip
-def test_bad_rows_are_said_with_file_and_line(rooflax, data, flags, line, said):
+def test_bad_rows_are_said_with_file_and_line(rooflax, data, chat, flags, line, said):
     chats(data / "rows.jsonl", 3)
     with open(data / "rows.jsonl", "a") as file:
         file.write(json.dumps(line) + "\n")
-    base = (CHAT, "--seq-len", 64, "--held-out-fraction", 0)
+    base = (chat, "--seq-len", 64, "--held-out-fraction", 0)
     ran = train(rooflax, *base, *flags, data="rows.jsonl")
     assert (ran.code, ran.out) == (2, "")
     assert said in ran.err.splitlines()[-1]

@@ -25,6 +25,10 @@ from rooflax.nn.layout import blocks_needed, ceil_div
 from rooflax.ops import native
 from rooflax.ops.attention.paging import gather
 
+gathered, written, copied = jax.jit(gather), jax.jit(write), jax.jit(copy_blocks)
+ragged = jax.jit(Batch.ragged, static_argnames="longest")
+slots_of = jax.jit(Batch.slot_mapping, static_argnums=(1, 2))
+
 
 def read(cache, layer, block_table, length, first_position=0):
     """A sequence's visible K and V of one layer, contiguous.
@@ -36,8 +40,8 @@ def read(cache, layer, block_table, length, first_position=0):
 
     def contiguous(pool):
         offset = repeat * (pool_size(pool) // cache.num_repeats)
-        heads = gather(pool, jnp.asarray(block_table, jnp.int32)[None] + offset)[0]
-        return heads.swapaxes(0, 1)[: length - first_position]
+        heads = np.asarray(gathered(pool, np.array([block_table], np.int32) + np.int32(offset)))
+        return heads[0].swapaxes(0, 1)[: length - first_position]
 
     v = cache.v[index] if cache.groups.heads[layer].pools == 2 else cache.k[index]
     return contiguous(cache.k[index]), contiguous(v)
@@ -108,7 +112,7 @@ def test_pools_have_each_layers_heads_and_layers_that_read_others_have_none():
     assert cache.num_bytes == 2 * 4 * 4 * (3 * 2 * 6 + 5 * 1 * 10)
     assert (groups.attending(), groups.keeping()) == ([0, 1, 2, 3], [0, 1])
     assert next(iter(groups.kept_heads(parts=2))) == (0, (1, 6, 2))
-    k = write(cache.k[1], jnp.ones((1, 1, 1, 10)), jnp.asarray([[8]], jnp.int32))
+    k = written(cache.k[1], jnp.ones((1, 1, 1, 10)), jnp.asarray([[8]], jnp.int32))
     cache = with_pools(cache, [cache.k[0], k, (), ()], list(cache.v))
     assert read(cache, 3, [2], 1)[0].tolist() == [[[1.0] * 10]]
 
@@ -122,13 +126,13 @@ def test_values_in_keys_have_no_pool(dtype, bytes_each):
         assert cache.num_bytes == 3 * 5 * 4 * bytes_per_token(Heads(1, 10, 1), dtype)
         assert bytes_per_token(Heads(1, 10, 1), dtype) == bytes_each
     cache = with_pools(
-        cache, [write(cache.k[0], jnp.ones((1, 1, 1, 10)), jnp.asarray([[8]]))], [()]
+        cache, [written(cache.k[0], jnp.ones((1, 1, 1, 10)), jnp.asarray([[8]]))], [()]
     )
     k, v = read(cache, 0, [2], 1)
     np.testing.assert_allclose(k, np.ones((1, 1, 10)), rtol=1e-6)
     np.testing.assert_array_equal(k, v)
-    copied = copy_blocks(cache, (jnp.asarray([2]),), (jnp.asarray([3]),))
-    np.testing.assert_array_equal(read(copied, 0, [3], 1)[0], k)
+    moved = copied(cache, (jnp.asarray([2]),), (jnp.asarray([3]),))
+    np.testing.assert_array_equal(read(moved, 0, [3], 1)[0], k)
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -140,7 +144,7 @@ def test_what_is_written_through_slots_is_read_back(stacked):
     new = np.random.RandomState(0).standard_normal((2, 7, 2, 6)).astype(np.float32)
     tables = np.array([[5, 2], [7, 3]], np.int32)
     lens = np.array([7, 5], np.int32)
-    batch = Batch.ragged(
+    batch = ragged(
         jnp.zeros(14, jnp.int32),
         jnp.asarray([0, 7]),
         jnp.asarray(lens),
@@ -149,14 +153,14 @@ def test_what_is_written_through_slots_is_read_back(stacked):
         (jnp.zeros(2, jnp.int32),),
         longest=7,
     )
-    slots = batch.slot_mapping(0, block_size).reshape(2, 7)
-    assert (np.asarray(slots)[1, 5:] == NO_SLOT).all()
+    slots = np.asarray(slots_of(batch, 0, block_size)).reshape(2, 7)
+    assert (slots[1, 5:] == NO_SLOT).all()
     k, v = list(cache.k), list(cache.v)
     for layer in range(3):
         pool, first = (0, layer * num_blocks) if stacked else (layer, 0)
         shifted = slots + first * block_size
-        k[pool] = write(k[pool], jnp.asarray(new + layer), shifted)
-        v[pool] = write(v[pool], jnp.asarray(-new - layer), shifted)
+        k[pool] = written(k[pool], new + np.float32(layer), shifted)
+        v[pool] = written(v[pool], -new - np.float32(layer), shifted)
     cache = with_pools(cache, k, v)
     assert cache.num_repeats == (repeats if stacked else 1)
     for layer in range(3):
@@ -169,7 +173,7 @@ def test_what_is_written_through_slots_is_read_back(stacked):
 
 
 def test_slots_of_a_window_that_has_let_go_of_blocks():
-    batch = Batch.ragged(
+    batch = ragged(
         jnp.zeros(3, jnp.int32),
         jnp.asarray([0]),
         jnp.asarray([3]),
@@ -179,14 +183,14 @@ def test_slots_of_a_window_that_has_let_go_of_blocks():
         longest=3,
     )
     # Position 9 is the sixth token from position 4 on: block 2, offset 1.
-    assert batch.slot_mapping(0, 4).tolist() == [[9, 10, 11]]
+    assert slots_of(batch, 0, 4).tolist() == [[9, 10, 11]]
     batch = Batch(**{**vars(batch), "first_positions": (jnp.asarray([8]),)})
-    assert batch.slot_mapping(0, 4).tolist() == [[25, 26, 27]]
+    assert slots_of(batch, 0, 4).tolist() == [[25, 26, 27]]
 
 
 def test_a_list_of_tokens_says_whose_each_is_and_where():
     """Three sequences, the second without tokens, and a gap before the third."""
-    batch = Batch.ragged(
+    batch = ragged(
         jnp.zeros(8, jnp.int32),
         jnp.asarray([0, 2, 4]),
         jnp.asarray([2, 0, 3]),
@@ -198,7 +202,7 @@ def test_a_list_of_tokens_says_whose_each_is_and_where():
     assert batch.valid[0].tolist() == [True, True, False, False, True, True, True, False]
     assert np.asarray(batch.positions[0])[np.asarray(batch.valid[0])].tolist() == [5, 6, 0, 1, 2]
     assert int(batch.num_tokens) == 7
-    slots = batch.slot_mapping(0, 4)[0].tolist()
+    slots = slots_of(batch, 0, 4)[0].tolist()
     assert slots == [9, 10, NO_SLOT, NO_SLOT, 20, 21, 22, NO_SLOT]
 
 
@@ -222,13 +226,13 @@ def test_int8_pools_have_the_same_verbs():
     assert cache.num_bytes == 5 * 4 * 2 * bytes_per_token(Heads(3, 8), "int8")
     new = jnp.asarray(np.random.default_rng(0).standard_normal((1, 6, 3, 8)), jnp.float32)
     slots = jnp.asarray([[8, 9, 10, 11, 16, 17]], jnp.int32)
-    cache = replace(cache, k=(write(cache.k[0], new, slots), cache.k[1]))
+    cache = replace(cache, k=(written(cache.k[0], new, slots), cache.k[1]))
     k, v = read(cache, 0, [2, 4], 6)
     step = np.abs(np.asarray(new[0])).max(axis=-1, keepdims=True) / 127
     assert (np.abs(np.asarray(k) - np.asarray(new[0])) <= step * 0.5001).all()
     assert not np.asarray(v).any()
     zero, two = (jnp.asarray([block], jnp.int32) for block in (0, 2))
-    cleared = copy_blocks(cache, (zero,), (two,))
+    cleared = copied(cache, (zero,), (two,))
     assert not np.asarray(read(cleared, 0, [2, 4], 6)[0])[:4].any()
 
 
@@ -243,7 +247,7 @@ def test_fp8_pools_have_the_same_verbs():
     new = np.random.default_rng(0).standard_normal((6, 3, 8)) * scale
     new[3, 1] = 0
     slots = jnp.asarray([[8, 9, 10, 11, 16, 17]], jnp.int32)
-    k = write(cache.k[0], jnp.asarray(new[None], jnp.float32), slots)
+    k = written(cache.k[0], jnp.asarray(new[None], jnp.float32), slots)
     found = np.asarray(read(replace(cache, k=(k,)), 0, [2, 4], 6)[0])
     smallest = np.abs(new).max(-1, keepdims=True) * 2.0**-15
     assert (np.abs(found - new) <= np.maximum(np.abs(new), smallest) / 16 * 1.0001).all()
@@ -266,13 +270,13 @@ def test_copied_blocks_take_what_was_there_before(dtype, stacked):
     cache = with_pools(cache, *jax.tree.map(filled, (list(cache.k), list(cache.v))))
     sources = (jnp.asarray([1, 2, 0], jnp.int32), jnp.asarray([3, 0, 0], jnp.int32))
     destinations = (jnp.asarray([2, 4, 0], jnp.int32), jnp.asarray([1, 0, 0], jnp.int32))
-    copied = copy_blocks(cache, sources, destinations)
+    moved = copied(cache, sources, destinations)
     from_ = {0: [0, 1, 1, 3, 2], 1: [0, 3, 2, 3]}
     for index, group in enumerate(groups.of_layer[: len(cache.k)]):
         repeats = np.arange(cache.num_repeats)[:, None] * num_blocks[group]
         order = (repeats + np.array(from_[group])[None]).reshape(-1)
         for name in ("k", "v"):
-            before, after = getattr(cache, name)[index], getattr(copied, name)[index]
+            before, after = getattr(cache, name)[index], getattr(moved, name)[index]
             for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
                 np.testing.assert_array_equal(np.asarray(new), np.asarray(old)[order])
 

@@ -17,7 +17,25 @@ pytestmark = pytest.mark.oldest_jax
 
 IMPLEMENTATIONS = ["reference", "xla", None]
 attend = jax.jit(attention, static_argnames="implementation")
-attend_paged = jax.jit(paged_attention, static_argnames="implementation")
+
+
+@jax.jit
+def attend_each(q, k, v, dense, args):
+    """By every implementation, with K/V heads grouped and copied; in order, where that is said."""
+    told = [(dense, replace(args, repeat_kv=repeat_kv)) for repeat_kv in (False, True)]
+    if q.shape[1] == k.shape[2]:
+        told.append((replace(dense, causal_order=True), args))
+    return [attention(q, k, v, *each, implementation=i) for i in IMPLEMENTATIONS for each in told]
+
+
+@jax.jit
+def attend_each_paged(q, k_pool, v_pool, paging, args):
+    told = [replace(args, repeat_kv=repeat_kv) for repeat_kv in (False, True)]
+    return [
+        paged_attention(q, k_pool, v_pool, paging, each, implementation=i)
+        for i in IMPLEMENTATIONS
+        for each in told
+    ]
 
 
 def by_hand(q, k, v, dense, args):
@@ -60,14 +78,10 @@ def by_hand(q, k, v, dense, args):
 def test_attention(case):
     q, k, v, dense, args = case.arrays()
     exact = by_hand(q, k, v, dense, args)
-    for name in IMPLEMENTATIONS:
-        for repeat_kv in (False, True):
-            out = attend(q, k, v, dense, replace(args, repeat_kv=repeat_kv), implementation=name)
-            np.testing.assert_allclose(out, exact, rtol=0, atol=2e-6)
-        if case.in_order:
-            in_order = replace(dense, causal_order=True)
-            out = attend(q, k, v, in_order, args, implementation=name)
-            np.testing.assert_allclose(out, exact, rtol=0, atol=2e-6)
+    outs = attend_each(q, k, v, dense, args)
+    assert len(outs) == len(IMPLEMENTATIONS) * (3 if case.in_order else 2)
+    for out in outs:
+        np.testing.assert_allclose(out, exact, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -152,11 +166,8 @@ def check_paged(case, as_codes=None):
         if as_codes is not None:
             k_pool, v_pool = (QuantizedPool(*as_codes(jnp.asarray(a))) for a in (k_pool, v_pool))
         paging = Paging(tables, first, dense.positions, context)
-        for name in IMPLEMENTATIONS:
-            for repeat_kv in (False, True):
-                told = replace(args, repeat_kv=repeat_kv)
-                out = attend_paged(q, k_pool, v_pool, paging, told, implementation=name)
-                np.testing.assert_allclose(out, exact, rtol=0, atol=2e-6)
+        for out in attend_each_paged(q, k_pool, v_pool, paging, args):
+            np.testing.assert_allclose(out, exact, rtol=0, atol=2e-6)
 
 
 def rounded(x, as_codes):

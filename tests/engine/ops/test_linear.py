@@ -1,5 +1,6 @@
 """y = x @ w for every implementation, against NumPy in float64."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,9 +10,10 @@ from rooflax.ops import native
 from rooflax.ops.kernels import chosen
 from rooflax.ops.linear import linear, linear_by_head, unembed
 from rooflax.ops.weights import StackMember, quantize
+from tests.support.ops.calls import by_each
 from tests.support.ops.cases import LINEAR, normal
 
-IMPLEMENTATIONS = ["reference", "xla", None]
+IMPLEMENTATIONS = ("reference", "xla", None)
 
 
 def expected(case, x, w, bias):
@@ -21,29 +23,21 @@ def expected(case, x, w, bias):
 
 
 @pytest.mark.parametrize("case", LINEAR, ids=lambda c: c.name)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_linear(case, implementation):
+def test_linear(case):
     x, w, bias = case.arrays()
-    y = linear(
-        jnp.asarray(x),
-        jnp.asarray(w),
-        None if bias is None else jnp.asarray(bias),
-        contract=len(case.contracted),
-        implementation=implementation,
-    )
-    assert y.shape == (*case.batch, *case.out) and y.dtype == jnp.float32
-    np.testing.assert_allclose(y, expected(case, x, w, bias), rtol=1e-5, atol=2e-5)
+    for y in by_each(linear, IMPLEMENTATIONS, contract=len(case.contracted))(x, w, bias):
+        assert y.shape == (*case.batch, *case.out) and y.dtype == jnp.float32
+        np.testing.assert_allclose(y, expected(case, x, w, bias), rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("case", LINEAR[2:6], ids=lambda c: c.name)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_bfloat16_accumulates_in_float32_and_rounds_once(case, implementation):
-    arrays = [None if a is None else jnp.asarray(a, jnp.bfloat16) for a in case.arrays()]
-    y = linear(*arrays, contract=len(case.contracted), implementation=implementation)
-    assert y.dtype == jnp.bfloat16
-    x, w, bias = (None if a is None else np.asarray(a).astype(np.float32) for a in arrays)
+def test_bfloat16_accumulates_in_float32_and_rounds_once(case):
+    arrays = [None if a is None else np.asarray(a, jnp.bfloat16) for a in case.arrays()]
+    x, w, bias = (None if a is None else a.astype(np.float32) for a in arrays)
     exact = expected(case, x, w, bias)
-    np.testing.assert_allclose(y.astype(jnp.float32), exact, rtol=2**-8, atol=1e-5)
+    for y in by_each(linear, IMPLEMENTATIONS, contract=len(case.contracted))(*arrays):
+        assert y.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(y, np.float32), exact, rtol=2**-8, atol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -54,35 +48,41 @@ def test_float32_activations_over_bfloat16_weights(implementation):
     np.testing.assert_allclose(y, x @ np.asarray(w).astype(np.float32), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_unembed_is_float32_and_transposed(implementation, dtype):
-    x = jnp.asarray(normal(2, 3, 5), jnp.dtype(dtype))
-    table = jnp.asarray(normal(7, 5, seed=1), jnp.dtype(dtype))
-    y = unembed(x, table, implementation=implementation)
-    assert y.shape == (2, 3, 7) and y.dtype == jnp.float32
-    exact = np.asarray(x).astype(np.float64) @ np.asarray(table).astype(np.float64).T
-    np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-5)
+def test_unembed_is_float32_and_transposed(dtype):
+    x, table = (np.asarray(a, jnp.dtype(dtype)) for a in (normal(2, 3, 5), normal(7, 5, seed=1)))
+    exact = x.astype(np.float64) @ table.astype(np.float64).T
+    for y in by_each(unembed, IMPLEMENTATIONS)(x, table):
+        assert y.shape == (2, 3, 7) and y.dtype == jnp.float32
+        np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("format", ["float32", "bfloat16", "w8a16", "w8a8", "w4a16"])
-def test_each_head_has_a_matrix_of_its_own(format, implementation):
+def test_each_head_has_a_matrix_of_its_own(format):
     """Also as one of a stack of layers, where `linear` of a head's rows gives the same."""
-    x, w = jnp.asarray(normal(2, 3, 5, 64)), normal(2, 5, 64, 7, seed=1)
+    x, w = normal(2, 3, 5, 64), normal(2, 5, 64, 7, seed=1)
     if format.startswith("w"):
         w = quantize(w, format, (64,), (7,))
     else:
         w = jnp.asarray(w, jnp.dtype(format))
-    how = {"implementation": implementation}
-    y = linear_by_head(x, StackMember(w, jnp.int32(1)), **how)
-    assert y.shape == (2, 3, 5, 7) and y.dtype == jnp.float32
-    own = w.member(1) if format.startswith("w") else w[1]
-    np.testing.assert_array_equal(y, linear_by_head(x, own, **how))
-    for head in range(5):
-        one = own.member(head) if format.startswith("w") else own[head]
-        wanted = linear(x[:, :, head], one, **how)
-        np.testing.assert_allclose(y[:, :, head], wanted, rtol=1e-5, atol=1e-5)
+    each, own = by_each(linear_by_head, IMPLEMENTATIONS), member(w, 1)
+    found, apart = each(x, StackMember(w, jnp.int32(1))), by_each(heads_apart, IMPLEMENTATIONS)
+    for y, same, near in zip(found, each(x, own), apart(x, own), strict=True):
+        assert y.shape == (2, 3, 5, 7) and y.dtype == jnp.float32
+        np.testing.assert_array_equal(y, same)
+        np.testing.assert_allclose(y, near, rtol=1e-5, atol=1e-5)
+
+
+def member(w, index):
+    return w[index] if isinstance(w, jax.Array) else w.member(index)
+
+
+def heads_apart(x, w, *, implementation):
+    """Each by `linear`."""
+    each = [
+        linear(x[:, :, head], member(w, head), implementation=implementation) for head in range(5)
+    ]
+    return jnp.stack(each, axis=2)
 
 
 def test_axes_that_differ_are_rejected_with_both():

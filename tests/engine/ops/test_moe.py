@@ -15,6 +15,7 @@ from rooflax.ops.linear import ClampedSwiglu
 from rooflax.ops.moe import experts, route
 from rooflax.ops.weights import quantize
 from tests.marks import cases
+from tests.support.ops.calls import by_each
 from tests.support.ops.cases import MOE
 
 pytestmark = pytest.mark.oldest_jax
@@ -35,6 +36,22 @@ def by_hand(x, ids, shares, gate_up, gate_up_bias, down, down_bias):
         h = np.einsum("d,dcf->cf", x[t].astype(np.float64), gate_up[e]) + gate_up_bias[e]
         out[t] += shares[t, j] * (swiglu(h) @ down[e] + down_bias[e])
     return out
+
+
+routed = jax.jit(route, static_argnums=1, static_argnames=("renormalise", "scale", "groups"))
+
+
+@jax.jit
+def every_way(x, ids, shares, *weights):
+    """By every implementation and method, in one program."""
+    return [
+        experts(
+            x, ids, shares, *weights, activation=clamped_swiglu, method=method,
+            implementation=implementation,
+        )
+        for implementation in ("reference", "xla", None)
+        for method in METHODS
+    ]  # fmt: skip
 
 
 @functools.cache
@@ -62,19 +79,17 @@ def jitted(implementation, method):
 )
 def test_experts(case):
     x, logits, weights = case.arrays()
-    ids, shares = route(jnp.asarray(logits), case.chosen)
+    ids, shares = routed(jnp.asarray(logits), case.chosen)
     exact = by_hand(x, np.asarray(ids), np.asarray(shares), *weights)
-    for implementation in ("reference", "xla", None):
-        for method in METHODS:
-            out = jitted(implementation, method)(x, ids, shares, *weights)
-            assert out.dtype == jnp.float32
-            np.testing.assert_allclose(out, exact, rtol=1e-5, atol=5e-5)
+    for out in every_way(x, ids, shares, *weights):
+        assert out.dtype == jnp.float32
+        np.testing.assert_allclose(out, exact, rtol=1e-5, atol=5e-5)
 
 
 @pytest.mark.parametrize("case", MOE, ids=lambda c: c.name)
 def test_route_takes_the_top_and_shares_among_them_alone(case):
     logits = case.arrays()[1]
-    ids, shares = (np.asarray(a) for a in route(jnp.asarray(logits), case.chosen))
+    ids, shares = (np.asarray(a) for a in routed(jnp.asarray(logits), case.chosen))
     order = np.argsort(-logits, axis=1, kind="stable")[:, : case.chosen]  # ties: the lower id
     np.testing.assert_array_equal(ids, order)
     top = np.take_along_axis(logits, order, axis=1).astype(np.float64)
@@ -103,19 +118,19 @@ def test_experts_of_the_best_groups_alone(biased):
             masked[row, 3 * group : 3 * group + 3] = scores[row, 3 * group : 3 * group + 3]
     wanted = np.argsort(-masked, axis=1)[:, :5]
     how = {"bias": None if bias is None else jnp.asarray(bias), "renormalise": False, "scale": 1.5}
-    ids, weights = route(jnp.asarray(logits), 5, **how, groups=(4, 2))
+    ids, weights = routed(jnp.asarray(logits), 5, **how, groups=(4, 2))
     np.testing.assert_array_equal(ids, wanted)
     np.testing.assert_allclose(weights, 1.5 * np.take_along_axis(shares, wanted, 1), rtol=1e-5)
-    plain = np.asarray(route(jnp.asarray(logits), 5, **how)[0])
+    plain = np.asarray(routed(jnp.asarray(logits), 5, **how)[0])
     assert (plain != wanted).any()
-    np.testing.assert_array_equal(route(jnp.asarray(logits), 5, **how, groups=(4, 4))[0], plain)
+    np.testing.assert_array_equal(routed(jnp.asarray(logits), 5, **how, groups=(4, 4))[0], plain)
 
 
 def test_without_biases_and_without_renormalising():
     """As experts of Qwen3-MoE may be; the shares sum to less than 1."""
     case = MOE[1]
     x, logits, (gate_up, _, down, _) = case.arrays()
-    ids, shares = route(jnp.asarray(logits), case.chosen, renormalise=False)
+    ids, shares = routed(jnp.asarray(logits), case.chosen, renormalise=False)
     p = np.exp(logits.astype(np.float64))
     p /= p.sum(axis=1, keepdims=True)
     wanted = np.take_along_axis(p, np.asarray(ids), axis=1)
@@ -123,16 +138,14 @@ def test_without_biases_and_without_renormalising():
     assert (np.asarray(shares).sum(axis=1) < 1).all()
     zeros = np.zeros((len(gate_up), *gate_up.shape[2:])), np.zeros((len(down), x.shape[1]))
     exact = by_hand(x, np.asarray(ids), np.asarray(shares), gate_up, zeros[0], down, zeros[1])
-    for implementation in ("reference", "xla", None):
-        for method in METHODS:
-            out = jitted(implementation, method)(x, ids, shares, gate_up, None, down, None)
-            np.testing.assert_allclose(out, exact, rtol=1e-5, atol=5e-5)
+    for out in every_way(x, ids, shares, gate_up, None, down, None):
+        np.testing.assert_allclose(out, exact, rtol=1e-5, atol=5e-5)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_bfloat16(method):
     x, logits, weights = MOE[1].arrays()
-    ids, shares = route(jnp.asarray(logits), MOE[1].chosen)
+    ids, shares = routed(jnp.asarray(logits), MOE[1].chosen)
     narrow = [jnp.asarray(a, jnp.bfloat16) for a in (x, *weights)]
     out = jitted("xla", method)(narrow[0], ids, shares, *narrow[1:])
     assert out.dtype == jnp.bfloat16
@@ -147,7 +160,7 @@ def test_the_same_token_gives_the_same_output_bit_for_bit_in_any_company():
     """On CPU a token's output does not depend on who else is in the batch."""
     case = next(c for c in MOE if c.name == "many tokens")
     x, logits, weights = case.arrays()
-    ids, shares = route(jnp.asarray(logits), case.chosen)
+    ids, shares = routed(jnp.asarray(logits), case.chosen)
     together = np.asarray(jitted("xla", "per_token")(x, ids, shares, *weights))
     half = np.asarray(jitted("xla", "per_token")(x[::2], ids[::2], shares[::2], *weights))
     np.testing.assert_array_equal(together[::2], half)
@@ -155,7 +168,7 @@ def test_the_same_token_gives_the_same_output_bit_for_bit_in_any_company():
 
 def test_the_chosen_implementation_is_that_one_or_an_error():
     x, logits, weights = MOE[0].arrays()
-    ids, shares = route(jnp.asarray(logits), MOE[0].chosen)
+    ids, shares = routed(jnp.asarray(logits), MOE[0].chosen)
     arrays = [jnp.asarray(a) for a in weights]
     with pytest.raises(RequestError, match="experts's 'pallas' cannot run: .* runs on cpu"):
         experts(
@@ -171,18 +184,16 @@ def test_quantised_experts(format, tokens):
     """A stack of packed weights: every implementation rounds what the format rounds."""
     rng = np.random.default_rng(tokens)
     x, logits = (rng.standard_normal((tokens, n)).astype(np.float32) for n in (64, 5))
-    ids, shares = route(jnp.asarray(logits), 2)
+    ids, shares = routed(jnp.asarray(logits), 2)
     gate_up, down = (
         quantize(rng.standard_normal((5, *shape)).astype(np.float32) / 8, format, *split)
         for shape, split in (((64, 2, 32), ((64,), (2, 32))), ((32, 64), ((32,), (64,))))
     )
     biases = [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((5, 2, 32), (5, 64))]
     arrays = (jnp.asarray(x), ids, shares, gate_up, biases[0], down, biases[1])
-    outs = [
-        np.asarray(experts(*arrays, activation=ClampedSwiglu(), implementation=name))
-        for name in ("reference", "xla", "native")
-    ]
-    for out in outs[1:]:
+    names = ("reference", "xla", "native")
+    outs = by_each(experts, names, activation=ClampedSwiglu())(*arrays)
+    for out in map(np.asarray, outs[1:]):
         # A rounding that falls the other way moves an output by a step of its row.
         close = np.isclose(out, outs[0], rtol=1e-4, atol=2e-4)
         assert close.mean() > 0.97
@@ -193,7 +204,7 @@ def test_quantised_experts(format, tokens):
 def test_the_native_kernel_only_groups_and_a_token_is_alone():
     case = next(c for c in MOE if c.name == "many tokens")
     x, logits, weights = case.arrays()
-    ids, shares = route(jnp.asarray(logits), case.chosen)
+    ids, shares = routed(jnp.asarray(logits), case.chosen)
     run = jitted("native", "grouped")
     together = np.asarray(run(x, ids, shares, *weights))
     np.testing.assert_array_equal(
@@ -210,7 +221,7 @@ def test_shares_are_the_same_bits_among_any_number_of_tokens(num_experts, chosen
     logits = np.random.default_rng(0).standard_normal((40, num_experts)).astype(np.float32) * 3
 
     def shares(rows):
-        return np.asarray(jax.jit(lambda logits: route(logits, chosen)[1])(rows))
+        return np.asarray(routed(rows, chosen)[1])
 
     whole = shares(logits)
     assert whole.shape == (40, chosen)

@@ -7,6 +7,7 @@ import pytest
 
 from rooflax.ops import native
 from rooflax.ops.norm import NORM, norm
+from tests.support.ops.calls import by_each
 
 pytestmark = pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
 
@@ -20,17 +21,14 @@ def test_the_kernel_is_the_formula(instruction_set, shape, centred):
         for dims in (shape, shape[-1:], shape[-1:])
     )
     bias = bias if centred else None
-    wanted, found = (
-        np.asarray(norm(x, weight, bias, eps=1e-5, implementation=name))
-        for name in ("reference", "native")
-    )
+    wanted, found = by_each(norm, ("reference", "native"), eps=1e-5)(x, weight, bias)
     np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("centred", [False, True])
 def test_a_rows_bits_do_not_depend_on_the_other_rows(instruction_set, centred):
     rng = np.random.default_rng(1)
-    x = jnp.asarray(rng.standard_normal((1000, 3, 72)), jnp.float32)
+    x = rng.standard_normal((1000, 3, 72)).astype(np.float32)
     weight = jnp.asarray(rng.standard_normal(72), jnp.float32)
     run = jax.jit(lambda x: norm(x, weight, weight if centred else None, eps=1e-6))
     whole = np.asarray(run(x))

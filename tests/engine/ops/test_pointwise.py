@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -24,8 +25,8 @@ def test_norms(shape, dtype, tolerance):
     centred = x64 - x64.mean(-1, keepdims=True)
     layer = centred / np.sqrt(x64.var(-1, keepdims=True) + 0.01) * w64 + b64
     for got, wanted in (
-        (rms_norm(x, w, eps=0.01), rms),
-        (layer_norm(x, w, b, eps=0.01), layer),
+        (jax.jit(rms_norm, static_argnames="eps")(x, w, eps=0.01), rms),
+        (jax.jit(layer_norm, static_argnames="eps")(x, w, b, eps=0.01), layer),
     ):
         assert got.dtype == x.dtype
         np.testing.assert_allclose(
@@ -40,6 +41,11 @@ def test_norm_of_large_bfloat16_does_not_overflow():
     )
 
 
+@jax.jit
+def turned_by(x, cos, sin, positions):
+    return apply_rope(x, *rope_rows(cos, sin, positions))
+
+
 @pytest.mark.parametrize("middle", [(), (5,), (2, 3)], ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
 def test_rope_turns_pairs_by_their_positions_angle(middle, dtype, tolerance):
@@ -48,7 +54,7 @@ def test_rope_turns_pairs_by_their_positions_angle(middle, dtype, tolerance):
     positions = rng(5).randint(0, max_len, (2, 4)).astype(np.int32)
     x = jnp.asarray(normal(2, 4, *middle, head_dim), jnp.dtype(dtype))
     table = jnp.asarray(np.cos(angles)), jnp.asarray(np.sin(angles))
-    got = apply_rope(x, *rope_rows(*table, jnp.asarray(positions)))
+    got = turned_by(x, *table, positions)
     assert got.dtype == x.dtype
     x64 = np.asarray(x).astype(np.float64)
     turned = np.zeros(x64.shape)
@@ -77,11 +83,10 @@ BY_HAND["gelu_pytorch_tanh"] = BY_HAND["gelu_new"]
 def test_activations(name):
     x = np.linspace(-6, 6, 41).astype(np.float32)
     wanted = [BY_HAND[name](float(value)) for value in x]
-    np.testing.assert_allclose(ACTIVATIONS[name](jnp.asarray(x)), wanted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(ACTIVATIONS[name])(x), wanted, rtol=1e-5, atol=1e-6)
     pair = np.stack([x, x[::-1] + 1])[None]
-    np.testing.assert_allclose(
-        gated(name, jnp.asarray(pair))[0], wanted * (x[::-1] + 1), rtol=1e-5, atol=1e-5
-    )
+    found = jax.jit(gated, static_argnums=0)(name, pair)
+    np.testing.assert_allclose(found[0], wanted * (x[::-1] + 1), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("alpha", "limit"), [(1.702, 7.0), (0.5, 2.0)])

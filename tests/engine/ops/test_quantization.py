@@ -16,9 +16,12 @@ from rooflax.ops.host_arrays import ALIGNMENT
 from rooflax.ops.linear import linear, lookup
 from rooflax.ops.weights import class_of, pack, packed_bytes, quantize
 from tests.marks import cases
+from tests.support.models.programs import numbers
+from tests.support.ops.calls import by_each, dot
 
 pytestmark = pytest.mark.oldest_jax
 
+looked_up = jax.jit(lookup)
 SHAPES = [(64, 48), (96, 37), (160, 16), (32, 5)]
 
 
@@ -31,9 +34,9 @@ def test_int8_is_within_half_a_step(inner, outer):
     w = weight(inner, outer)
     packed = quantize(w, "w8a8", (inner,), (outer,))
     step = np.abs(w).max(axis=0) / 127
-    assert (np.abs(np.asarray(packed.numbers()) - w) <= step / 2 * 1.0001).all()
+    assert (np.abs(np.asarray(numbers(packed)) - w) <= step / 2 * 1.0001).all()
     assert packed.nbytes == packed_bytes("w8a8", inner, outer)
-    q = np.asarray(packed.numbers()) / np.asarray(packed.scales)[:outer]
+    q = np.asarray(numbers(packed)) / np.asarray(packed.scales)[:outer]
     assert np.array_equal(np.rint(q).sum(axis=0), np.asarray(packed.sums)[:outer])
 
 
@@ -42,7 +45,7 @@ def test_int8_is_within_half_a_step(inner, outer):
 def test_int4_equals_ggml_q4_0(inner, outer):
     """Against quantize_row_q4_0_ref of ggml-quants.c, written out here value by value."""
     w = weight(inner, outer)
-    found = np.asarray(quantize(w, "w4a8", (inner,), (outer,)).numbers())
+    found = np.asarray(numbers(quantize(w, "w4a8", (inner,), (outer,))))
     for n in range(outer):
         for start in range(0, inner, GROUP):
             block = w[start : start + GROUP, n]
@@ -58,7 +61,7 @@ def test_int4_equals_ggml_q4_0(inner, outer):
 def test_int8_in_groups_equals_ggml_q8_0(inner, outer):
     """Against quantize_row_q8_0_ref of ggml-quants.c, written out here value by value."""
     w = np.round(weight(inner, outer) * 8) / 8  # halves do occur
-    found = np.asarray(quantize(w, "w8a16-g32", (inner,), (outer,)).numbers())
+    found = np.asarray(numbers(quantize(w, "w8a16-g32", (inner,), (outer,))))
     for n in range(outer):
         for start in range(0, inner, GROUP):
             block = w[start : start + GROUP, n]
@@ -75,7 +78,7 @@ def test_mxfp4_equals_ggml(inner, outer):
     w = np.round(weight(inner, outer) * 16) / 16
     w[:GROUP, 0] = 0
     values = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
-    found = np.asarray(quantize(w, "mxfp4-a16", (inner,), (outer,)).numbers())
+    found = np.asarray(numbers(quantize(w, "mxfp4-a16", (inner,), (outer,))))
     for n in range(outer):
         for start in range(0, inner, GROUP):
             block = w[start : start + GROUP, n]
@@ -91,7 +94,7 @@ def test_fp8_is_the_nearest_e4m3():
     packed = quantize(w, "fp8-a16", (67,), (20,))
     scales = np.abs(w).max(axis=0) / np.float32(448)
     wanted = (w / scales).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scales
-    np.testing.assert_allclose(np.asarray(packed.numbers()), wanted, rtol=1e-6)
+    np.testing.assert_allclose(np.asarray(numbers(packed)), wanted, rtol=1e-6)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -110,8 +113,8 @@ def test_a_stack_is_its_members(format):
     packed = quantize(w, format, (64,), (37,))
     assert packed.shape == (3, 64, 37)
     for member in range(3):
-        alone = quantize(w[member], format, (64,), (37,)).numbers()
-        np.testing.assert_array_equal(np.asarray(packed.numbers())[member], np.asarray(alone))
+        alone = numbers(quantize(w[member], format, (64,), (37,)))
+        np.testing.assert_array_equal(np.asarray(numbers(packed))[member], np.asarray(alone))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -131,9 +134,9 @@ def test_packed_arrays_begin_where_a_cpu_takes_them_over(format):
 @pytest.mark.parametrize("format", FORMATS)
 def test_zero_weights_stay_zero(format):
     w = np.zeros((64, 20), np.float32)
-    assert not np.asarray(quantize(w, format, (64,), (20,)).numbers()).any()
-    product = quantize(w, format, (64,), (20,)).dot(jnp.ones((2, 64)))
-    assert not np.asarray(product).any()
+    packed = quantize(w, format, (64,), (20,))
+    assert not np.asarray(numbers(packed)).any()
+    assert not np.asarray(dot(packed, jnp.ones((2, 64)))).any()
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -143,8 +146,8 @@ def test_a_table_from_its_other_side_and_its_rows(format):
     turned = quantize(np.ascontiguousarray(w.T), format, (64,), (37,), transposed=True)
     assert np.array_equal(np.asarray(packed.values), np.asarray(turned.values))
     index = jnp.asarray([[0, 36], [17, 5]])
-    whole = np.asarray(packed.numbers()).T
-    np.testing.assert_array_equal(np.asarray(lookup(packed, index)), whole[np.asarray(index)])
+    whole = np.asarray(numbers(packed)).T
+    np.testing.assert_array_equal(np.asarray(looked_up(packed, index)), whole[np.asarray(index)])
 
 
 def test_axes_of_several_sizes_and_chunks(monkeypatch):
@@ -161,7 +164,7 @@ def test_axes_of_several_sizes_and_chunks(monkeypatch):
 def test_products_are_close_to_the_exact_ones(format, tokens):
     w, x = weight(256, 48), np.random.default_rng(2).standard_normal((tokens, 256))
     exact = x.astype(np.float32) @ w
-    found = quantize(w, format, (256,), (48,)).dot(jnp.asarray(x, jnp.float32))
+    found = dot(quantize(w, format, (256,), (48,)), jnp.asarray(x, jnp.float32))
     error = np.linalg.norm(np.asarray(found) - exact) / np.linalg.norm(exact)
     limits = {"int8": 0.02, "int8-g32": 0.02, "int4": 0.12, "mxfp4": 0.16, "fp8": 0.04}
     assert error < limits[FORMATS[format].code]
@@ -217,17 +220,16 @@ def test_names():
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_shares_a_scale_with_nan_or_infinity_is_nan_and_so_are_its_products(format, value):
     w = weight(96, 37)
-    whole = np.asarray(quantize(w, format, (96,), (37,)).numbers())
+    whole = np.asarray(numbers(quantize(w, format, (96,), (37,))))
     w[40, 5] = value
     packed = quantize(w, format, (96,), (37,))
-    found = np.asarray(packed.numbers())
+    found = np.asarray(numbers(packed))
     broken = np.zeros((96, 37), bool)
     broken[slice(32, 64) if class_of(format).grouped else slice(None), 5] = True
     np.testing.assert_array_equal(np.isnan(found), broken)
     np.testing.assert_array_equal(found[~broken], whole[~broken])
     x = jnp.ones((3, 96), jnp.float32)
-    for implementation in ("reference", None):
-        product = np.asarray(linear(x, packed, implementation=implementation))
+    for product in map(np.asarray, by_each(linear, ("reference", None))(x, packed)):
         assert np.isnan(product[:, 5]).all()
         assert np.isfinite(np.delete(product, 5, axis=1)).all()
 
@@ -237,7 +239,7 @@ def test_what_shares_a_scale_with_nan_or_infinity_is_nan_and_so_are_its_products
 def test_finite_weights_stay_finite_and_what_no_scale_reaches_becomes_the_largest(format, value):
     w = weight(64, 20)
     w[3, 4], w[7, 4] = value, -value
-    found = np.asarray(quantize(w, format, (64,), (20,)).numbers())
+    found = np.asarray(numbers(quantize(w, format, (64,), (20,))))
     assert np.isfinite(found).all()
     most = class_of(format).most
     want = math.copysign(min(abs(value), most), value)
@@ -249,5 +251,5 @@ def test_finite_weights_stay_finite_and_what_no_scale_reaches_becomes_the_larges
 @pytest.mark.parametrize("format", FORMATS)
 def test_weights_next_to_nothing_are_nothing(format):
     w = np.full((64, 20), 1e-42, np.float32)
-    found = np.asarray(quantize(w, format, (64,), (20,)).numbers())
+    found = np.asarray(numbers(quantize(w, format, (64,), (20,))))
     assert np.abs(found).max() <= 2e-38

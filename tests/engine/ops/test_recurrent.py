@@ -18,6 +18,9 @@ BACKENDS = ["xla"] + ["native"] * is_ready()
 TOLERANCE = 1e-5
 
 
+owned = jax.jit(owners, static_argnums=2)
+
+
 def runs(starts, lens, positions, rows, *, snapshots=(), grid=64, tokens=None):
     """Sequences that go on from their rows; of each its snapshots, (tokens, row)."""
     starts, lens, positions, rows = (np.array(x, np.int32) for x in (starts, lens, positions, rows))
@@ -29,7 +32,7 @@ def runs(starts, lens, positions, rows, *, snapshots=(), grid=64, tokens=None):
         for column, (count, row) in enumerate(own, start=1):
             targets[index, column], reached[index, column] = row, count
     size = tokens or int((starts + lens).max())
-    owner, offset = owners(jnp.asarray(starts), jnp.asarray(lens), size)
+    owner, offset = owned(starts, lens, size)
     return Runs(
         *map(jnp.asarray, (starts, lens, positions, rows, positions == 0, targets, reached)),
         owner, offset, longest=int(lens.max()), grid=grid,
@@ -40,22 +43,26 @@ def tokens(count, seed=0):
     state = np.random.RandomState(seed)
 
     def normal(*shape):
-        return jnp.asarray(state.standard_normal(shape).astype(np.float32))
+        return state.standard_normal(shape).astype(np.float32)
 
-    g = -jnp.abs(normal(count, HEADS, GROUP)) * 0.3
-    beta = jax.nn.sigmoid(normal(count, HEADS, GROUP))
+    g = -np.abs(normal(count, HEADS, GROUP)) * np.float32(0.3)
+    beta = 1 / (1 + np.exp(-normal(count, HEADS, GROUP)))
     shape = (count, HEADS, DK)
     return DeltaInputs(normal(*shape), normal(*shape), normal(count, HEADS, GROUP, DV), g, beta)
 
 
 def pool(seed=1):
     state = np.random.RandomState(seed)
-    return jnp.asarray(state.standard_normal((ROWS, HEADS, GROUP, DK, DV)).astype(np.float32))
+    return state.standard_normal((ROWS, HEADS, GROUP, DK, DV)).astype(np.float32)
+
+
+ruled, convolve = (
+    jax.jit(operation, static_argnames="implementation") for operation in (delta_rule, causal_conv)
+)
 
 
 def run(inputs, states, how, implementation):
-    function = jax.jit(lambda *args: delta_rule(*args, implementation=implementation))
-    return jax.tree.map(np.asarray, function(inputs, states, how))
+    return jax.tree.map(np.asarray, ruled(inputs, states, how, implementation=implementation))
 
 
 CASES = {
@@ -84,7 +91,7 @@ def test_every_backend_equals_the_reference(case, implementation):
     np.testing.assert_allclose(found[1], wanted[1], rtol=0, atol=TOLERANCE)
     written = {int(row) for row in np.asarray(how.targets).ravel() if row < ROWS}
     for row in set(range(ROWS)) - written:
-        np.testing.assert_array_equal(found[1][row], np.asarray(states)[row])
+        np.testing.assert_array_equal(found[1][row], states[row])
 
 
 def test_the_reference_is_the_recurrence():
@@ -134,12 +141,12 @@ WIDTH = 24
 
 def convolved(x, weight, states, cuts, implementation):
     """A sequence's outputs, cut so, and the pool after them; every state between is kept too."""
-    function = jax.jit(lambda *args: causal_conv(*args, implementation=implementation))
     begin, out = 0, []
     for count in cuts:
         kept = [[(k, 5 + k % 2) for k in range(1, count)]]
         how = runs([0], [count], [begin], [2], snapshots=kept, grid=1)
-        y, states = function(x[begin : begin + count], weight, states, how)
+        part = x[begin : begin + count]
+        y, states = convolve(part, weight, states, how, implementation=implementation)
         out.append(np.asarray(y))
         begin += count
     return np.concatenate(out), np.asarray(states)
@@ -149,17 +156,15 @@ def convolved(x, weight, states, cuts, implementation):
 def convolution():
     state = np.random.RandomState(4)
     shapes = (30, 3, WIDTH), (3, WIDTH, TAPS), (ROWS, 3, WIDTH, TAPS - 1)
-    x, weight, states = (state.standard_normal(s).astype(np.float32) for s in shapes)
-    return tuple(map(jnp.asarray, (x, weight, states)))
+    return tuple(state.standard_normal(s).astype(np.float32) for s in shapes)
 
 
 @pytest.mark.parametrize("implementation", BACKENDS)
 @pytest.mark.parametrize("cuts", [(30,), (1,) * 30, (2, 17, 11)])
 def test_a_convolution_goes_on_where_it_was_cut(convolution, cuts, implementation):
     x, weight, states = convolution
-    x = np.asarray(x)
     padded = np.concatenate([np.zeros((TAPS - 1, 3, WIDTH), np.float32), x])
-    wanted = sum(np.asarray(weight)[..., j] * padded[j : j + 30] for j in range(TAPS))
+    wanted = sum(weight[..., j] * padded[j : j + 30] for j in range(TAPS))
     found, states = convolved(x, weight, states, cuts, implementation)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE)
     np.testing.assert_array_equal(states[2], np.moveaxis(x[-TAPS + 1 :], 0, -1))
@@ -181,7 +186,7 @@ def test_several_sequences_are_convolved_each_for_itself(convolution):
     x, weight, states = convolution
     how = runs([10, 0], [20, 10], [7, 9], [1, 4], snapshots=[[(3, 4)], []])
     found, wanted = (
-        jax.tree.map(np.asarray, causal_conv(x, weight, states, how, implementation=name))
+        jax.tree.map(np.asarray, convolve(x, weight, states, how, implementation=name))
         for name in ("native", "xla")
     )
     np.testing.assert_allclose(found[0], wanted[0], rtol=0, atol=TOLERANCE)
@@ -198,4 +203,4 @@ def test_no_index_of_a_convolution_leaves_its_array(convolution, change):
     how = runs([0], [30], [3], [2])
     how = replace(how, **{name: jnp.asarray(v, jnp.int32) for name, v in change.items()})
     with pytest.raises(Exception, match="rooflax causal conv"):
-        jax.block_until_ready(causal_conv(x, weight, states, how, implementation="native"))
+        jax.block_until_ready(convolve(x, weight, states, how, implementation="native"))

@@ -12,6 +12,8 @@ from rooflax.ops.formats import resolve_format
 from rooflax.ops.linear import linear, lookup
 from rooflax.ops.weights import StackMember, quantize
 from rooflax.ops.weights.rotation import BLOCK, butterflies, restore, rotate
+from tests.support.models.programs import numbers
+from tests.support.ops.calls import by_each
 from tests.support.ops.cases import normal
 
 FORMAT = "w8a8-h64"
@@ -61,50 +63,48 @@ def test_outliers_cost_little(rows):
     x, w = with_outliers(rows, 256), normal(256, 48, seed=1)
     exact = x.astype(np.float64) @ w
 
-    def error(format, implementation=None):
-        weight = quantize(w, format, (256,), (48,))
-        y = linear(jnp.asarray(x), weight, implementation=implementation)
-        return float(np.sqrt(np.mean((np.asarray(y) - exact) ** 2)))
+    def errors(format):
+        found = by_each(linear, (None, "reference"))(x, quantize(w, format, (256,), (48,)))
+        return [float(np.sqrt(np.mean((np.asarray(y) - exact) ** 2))) for y in found]
 
-    assert 3 * error(FORMAT) < error("w8a8")
-    assert error(FORMAT, "reference") == pytest.approx(error(FORMAT), rel=0.05)
+    ours, reference = errors(FORMAT)
+    assert 3 * ours < errors("w8a8")[0]
+    assert reference == pytest.approx(ours, rel=0.05)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_kernels_and_xla_agree(rows):
     w = normal(3, 192, 37, seed=1)
     stack = quantize(w, FORMAT, (192,), (37,))
-    x = jnp.asarray(normal(rows, 192))
+    x, each = normal(rows, 192), by_each(linear, (None, "xla", "reference"))
     for index in range(3):
-        found = [
-            linear(x, StackMember(stack, jnp.int32(index)), implementation=name)
-            for name in (None, "xla", "reference")
-        ]
+        found = each(x, StackMember(stack, jnp.int32(index)))
         for one in found[1:]:
             np.testing.assert_allclose(found[0], one, rtol=1e-3, atol=1e-2)
-        exact = np.asarray(x) @ w[index]
+        exact = x @ w[index]
         np.testing.assert_allclose(found[0], exact, atol=0.05 * np.abs(exact).max())
 
 
 def test_weights_are_within_a_step_and_looked_up():
     w = normal(128, 40)
     packed = quantize(w, FORMAT, (128,), (40,))
-    numbers = np.asarray(packed.numbers())
-    assert np.abs(numbers - w).max() < np.abs(w).max() / 30
-    table = np.asarray(lookup(packed, jnp.arange(40)))
-    np.testing.assert_allclose(table, numbers.T, rtol=1e-6, atol=1e-6)
+    found = np.asarray(numbers(packed))
+    assert np.abs(found - w).max() < np.abs(w).max() / 30
+    table = np.asarray(jax.jit(lookup)(packed, np.arange(40)))
+    np.testing.assert_allclose(table, found.T, rtol=1e-6, atol=1e-6)
     plain = jax.tree.map(jnp.asarray, packed.restored())
-    np.testing.assert_allclose(np.asarray(plain.numbers()), numbers, atol=0.03)
+    np.testing.assert_allclose(np.asarray(numbers(plain)), found, atol=0.03)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_not_a_number_shows(value):
     w, x = normal(128, 20), normal(2, 128)
     w[3, 7] = value
-    y = np.asarray(linear(jnp.asarray(x), quantize(w, FORMAT, (128,), (20,))))
+    (y,) = map(np.asarray, by_each(linear, (None,))(x, quantize(w, FORMAT, (128,), (20,))))
     assert np.isnan(y[:, 7]).all() and np.isfinite(np.delete(y, 7, axis=1)).all()
     x[0, 3] = value
-    y = np.asarray(linear(jnp.asarray(x), quantize(normal(128, 20), FORMAT, (128,), (20,))))
+    weight = quantize(normal(128, 20), FORMAT, (128,), (20,))
+    (y,) = map(np.asarray, by_each(linear, (None,))(x, weight))
     assert np.isnan(y[0]).all() and np.isfinite(y[1]).all()
 
 

@@ -8,6 +8,7 @@ from rooflax.ops import native
 from rooflax.ops.formats import GROUP
 from rooflax.ops.linear import linear, unembed
 from rooflax.ops.weights import class_of, int6, iq4, quantize
+from tests.support.models.programs import numbers
 from tests.support.ops.calls import calls_of, dot, native_call, same_alone
 
 FORMAT = "iq4_nl"
@@ -54,7 +55,7 @@ def test_a_code_is_the_nearest_value():
 def test_the_error_of_normal_numbers_is_three_quarters_of_evenly_spaced_codes():
     w = np.random.default_rng(1).standard_normal((512, 64)).astype(np.float32)
     errors = [
-        np.square(np.asarray(quantize(w, format, (512,), (64,)).numbers()) - w).mean()
+        np.square(np.asarray(numbers(quantize(w, format, (512,), (64,)))) - w).mean()
         for format in (FORMAT, "w4a8")
     ]
     assert errors[0] < 0.78 * errors[1]
@@ -63,7 +64,7 @@ def test_the_error_of_normal_numbers_is_three_quarters_of_evenly_spaced_codes():
 def test_the_error_of_six_bits_is_a_thirteenth_of_that_of_four():
     w = np.random.default_rng(1).standard_normal((512, 64)).astype(np.float32)
     errors = [
-        np.square(np.asarray(quantize(w, format, (512,), (64,)).numbers()) - w).mean()
+        np.square(np.asarray(numbers(quantize(w, format, (512,), (64,)))) - w).mean()
         for format in ("w6a8", FORMAT)
     ]
     assert errors[0] < errors[1] / 13
@@ -120,9 +121,9 @@ def test_an_importance_moves_the_error_to_what_matters_less():
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_shares_a_scale_with_nan_or_infinity_is_nan(format, value):
     w = np.random.default_rng(2).standard_normal((96, 37)).astype(np.float32)
-    whole = np.asarray(quantize(w, format, (96,), (37,)).numbers())
+    whole = np.asarray(numbers(quantize(w, format, (96,), (37,))))
     w[40, 5] = value
-    found = np.array(quantize(w, format, (96,), (37,)).numbers())
+    found = np.array(numbers(quantize(w, format, (96,), (37,))))
     assert np.isnan(found[32:64, 5]).all()
     found[32:64, 5] = whole[32:64, 5]
     np.testing.assert_array_equal(found, whole)
@@ -131,8 +132,8 @@ def test_what_shares_a_scale_with_nan_or_infinity_is_nan(format, value):
 @pytest.mark.parametrize(("format", "code"), [("iq4_nl", 127), ("w6a8", 32)])
 def test_weights_without_a_size_stay_so_and_huge_ones_become_the_largest(format, code):
     w = np.zeros((64, 20), np.float32)
-    assert not np.asarray(quantize(w, format, (64,), (20,)).numbers()).any()
+    assert not np.asarray(numbers(quantize(w, format, (64,), (20,)))).any()
     w[3, 4] = 1e9
-    found = np.asarray(quantize(w, format, (64,), (20,)).numbers())
+    found = np.asarray(numbers(quantize(w, format, (64,), (20,))))
     np.testing.assert_allclose(np.abs(found[3, 4]), code * iq4.MOST_SCALE, rtol=1e-3)
     assert np.isfinite(found).all() and class_of(format).most < abs(found[3, 4])

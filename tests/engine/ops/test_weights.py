@@ -1,5 +1,6 @@
 """Weights as objects: every kind by its verbs, and a weight made of weights over each of them."""
 
+import itertools
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -36,9 +37,12 @@ from rooflax.ops.weights import (
 )
 from rooflax.ops.weights.formats import Int8
 from rooflax.ops.weights.quantized import CODES
+from tests.marks import cases
+from tests.support.ops.calls import by_each
 from tests.support.ops.cases import normal
 
 KINDS = ("float32", "bfloat16", *FORMATS)
+BACKENDS = ("reference", "xla", None)
 EXACT = [kind for kind in KINDS if kind not in FORMATS or not FORMATS[kind].quantizes_activations]
 """Whose matmuls are those of the numbers that they hold."""
 INNER, OUTER, RANK = 64, 37, 4
@@ -86,14 +90,24 @@ def kept(kind, w):
 
 
 def low_rank(base, seed=0, scale=1.0):
-    a = jnp.asarray(normal(base.inner, RANK, seed=seed + 1)) * scale
+    a = jnp.asarray(normal(base.inner, RANK, seed=seed + 1) * np.float32(scale))
     b = jnp.asarray(normal(RANK, base.outer, seed=seed + 2))
     return LowRank(base, as_operand(a), Dense(b, (RANK,), base.out_shape))
 
 
+@jax.jit
 def total(w):
     """What a low-rank weight stands for, as a matrix."""
-    return np.asarray(w.base.numbers() + w.a.numbers() @ w.b.numbers())
+    return w.base.numbers() + w.a.numbers() @ w.b.numbers()
+
+
+@jax.jit
+def parts(w, x):
+    """Rows as a weight's matmul takes them, and its numbers."""
+    return w.activations(x), w.numbers()
+
+
+taken = jax.jit(take)
 
 
 def test_a_class_for_every_code_and_a_native_kernel():
@@ -137,18 +151,16 @@ def test_a_new_format_is_a_class_and_a_name(monkeypatch, layers):
         assert Ran("xla", why) in what_ran(None)["linear"]
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla", None])
 @pytest.mark.parametrize("kind", KINDS)
-def test_verbs(kind, implementation):
+def test_verbs(kind):
     leaf, x = stored(kind, INNER, OUTER), jnp.asarray(normal(3, INNER, seed=1))
-    w, ids = as_operand(leaf), jnp.asarray([0, OUTER - 1, 5])
-    numbers = np.asarray(w.numbers())
+    w, ids = as_operand(leaf), np.array([0, OUTER - 1, 5])
     assert w.shape == leaf.shape == (INNER, OUTER) and w.nbytes == leaf.nbytes
-    norm, residual = Norm(jnp.asarray(normal(INNER, seed=2))), jnp.asarray(normal(3, OUTER, seed=3))
-    y = matmul(w, x, prologue=norm, residual=residual, implementation=implementation)
-    exact = np.asarray(w.activations(norm(x))) @ numbers + np.asarray(residual)
-    np.testing.assert_allclose(y, exact, rtol=1e-5, atol=2e-4)
-    np.testing.assert_array_equal(take(w, ids), numbers.T[np.asarray(ids)])
+    norm, residual = Norm(jnp.asarray(normal(INNER, seed=2))), normal(3, OUTER, seed=3)
+    rows, numbers = map(np.asarray, parts(w, norm(x)))
+    for y in by_each(matmul, BACKENDS)(w, x, prologue=norm, residual=residual):
+        np.testing.assert_allclose(y, rows @ numbers + residual, rtol=1e-5, atol=2e-4)
+    np.testing.assert_array_equal(taken(w, ids), numbers.T[ids])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -156,12 +168,11 @@ def test_one_of_a_stack_is_a_weight(kind):
     stack, x = stored(kind, 3, INNER, OUTER), jnp.asarray(normal(2, INNER, seed=1))
     one = as_operand(at(stack, jnp.int32(1)))
     assert isinstance(one, StackMember) and one.shape == (INNER, OUTER)
-    alone = as_operand(kept(kind, normal(3, INNER, OUTER)[1]))
-    for implementation in ("reference", "xla", None):
-        found = matmul(one, x, implementation=implementation)
-        np.testing.assert_array_equal(found, matmul(alone, x, implementation=implementation))
-    ids = jnp.arange(OUTER)
-    np.testing.assert_array_equal(take(one, ids), take(alone, ids))
+    alone, each = as_operand(kept(kind, normal(3, INNER, OUTER)[1])), by_each(matmul, BACKENDS)
+    for found, wanted in zip(each(one, x), each(alone, x), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    ids = np.arange(OUTER)
+    np.testing.assert_array_equal(taken(one, ids), taken(alone, ids))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -182,30 +193,27 @@ def test_what_a_mesh_splits(kind):
     assert spec.sums == (spec.values if leaf.sums.size else PartitionSpec("stage"))
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla", None])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_low_rank_weight_over_each_format(kind, implementation):
+def test_a_low_rank_weight_over_each_format(kind):
     w = low_rank(as_operand(stored(kind, INNER, OUTER)))
-    x, bias = jnp.asarray(normal(3, INNER, seed=5)), jnp.asarray(normal(OUTER, seed=6))
-    norm, residual = Norm(jnp.asarray(normal(INNER, seed=7))), jnp.asarray(normal(3, OUTER, seed=8))
-    run = jax.jit(lambda w, x: linear(
-        x, w, bias, prologue=norm, residual=residual, implementation=implementation
-    ))  # fmt: skip
+    x, bias = jnp.asarray(normal(3, INNER, seed=5)), normal(OUTER, seed=6)
+    norm, residual = Norm(jnp.asarray(normal(INNER, seed=7))), normal(3, OUTER, seed=8)
     rows = norm(x)
-    exact = np.asarray(w.base.activations(rows)) @ np.asarray(w.base.numbers())
-    exact = exact + np.asarray(rows) @ np.asarray(w.a.numbers() @ w.b.numbers())
-    exact = exact + np.asarray(bias) + np.asarray(residual)
-    np.testing.assert_allclose(run(w, x), exact, rtol=1e-4, atol=1e-3)
+    base_rows, numbers = map(np.asarray, parts(w.base, rows))
+    added = np.asarray(w.a.numbers()) @ np.asarray(w.b.numbers())
+    exact = base_rows @ numbers + np.asarray(rows) @ added + bias + residual
+    for found in by_each(linear, BACKENDS)(x, w, bias, prologue=norm, residual=residual):
+        np.testing.assert_allclose(found, exact, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", EXACT)
 def test_a_low_rank_embedding_and_head(kind):
     table = stored(kind, INNER, OUTER)
     base = as_operand(table) if kind in FORMATS else as_table(table.T)
-    w, x = low_rank(base), jnp.asarray(normal(2, 3, INNER, seed=5))
-    np.testing.assert_allclose(unembed(x, w), np.asarray(x) @ total(w), rtol=1e-4, atol=1e-3)
-    ids = jnp.asarray([[0, 5], [OUTER - 1, 5]])
-    np.testing.assert_allclose(lookup(w, ids), total(w).T[np.asarray(ids)], rtol=1e-5, atol=1e-5)
+    w, x = low_rank(base), normal(2, 3, INNER, seed=5)
+    whole, ids = np.asarray(total(w)), np.array([[0, 5], [OUTER - 1, 5]])
+    np.testing.assert_allclose(jax.jit(unembed)(x, w), x @ whole, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(jax.jit(lookup)(w, ids), whole.T[ids], rtol=1e-5, atol=1e-5)
 
 
 def test_experts_take_no_low_rank_weight():
@@ -226,15 +234,22 @@ def adapted(model, scale):
             inner = len(line.in_out_shape(config.axis_sizes)[0])
             base = as_operand(layer[key], contract=inner)
             mine[key] = low_rank(base, seed=index, scale=scale)
-            plain[key] = jnp.asarray(total(mine[key])).reshape(layer[key].shape)
+            plain[key] = total(mine[key]).reshape(layer[key].shape)
         layers.append(mine)
         dense.append(plain)
     both = (model.weights | {"layers": tuple(found)} for found in (layers, dense))
     return [replace(model, weights=weights) for weights in both]
 
 
-@pytest.mark.parametrize("layers", ["unrolled", "scan"])
-@pytest.mark.parametrize("kind", ["float32", "w8a8", "w8a16", "w4a16", "mxfp4-a16", "fp8-a16"])
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    cases(
+        itertools.product(
+            ["float32", "w8a8", "w8a16", "w4a16", "mxfp4-a16", "fp8-a16"], ["unrolled", "scan"]
+        ),
+        nightly=[(kind, "unrolled") for kind in ("w8a16", "mxfp4-a16", "fp8-a16")],
+    ),
+)
 def test_a_whole_model_of_low_rank_weights(kind, layers):
     """Equal to the model whose weights are the sums; with nothing added, to the base's bits."""
     name, config = read_config(PRESETS["qwen2.5-tiny"] | {"num_hidden_layers": 2})

@@ -149,10 +149,8 @@ def command(request):
     return request.param
 
 
-NIGHTLY = {
-    (INSTALLED[0], verb) for verb in COMMANDS if verb not in ("batch", "inspect", "chat")
-} | {(BY_MODULE[0], "verify")}
-"""Further cases: `python -m` begins with more in its path, so that its verbs say most."""
+ALONE = {(INSTALLED[0], "inspect"), (INSTALLED[0], "chat")}
+"""Run in processes of their own by default; the nightly tier has all, and below one runs all."""
 
 
 @pytest.mark.parametrize(
@@ -160,7 +158,7 @@ NIGHTLY = {
     [
         pytest.param(
             command, verb, id=f"{how}-{verb}",
-            marks=[pytest.mark.nightly] * ((command[0], verb) in NIGHTLY),
+            marks=[pytest.mark.nightly] * ((command[0], verb) not in ALONE),
         )
         for how, command in (("by_module", BY_MODULE), ("installed", INSTALLED))
         for verb in COMMANDS
@@ -177,6 +175,46 @@ def test_no_verb_springs_a_trap(places, command, verb):
     assert ran.returncode == 0, ran.stderr
 
 
+IN_TURN = """
+import runpy
+import sys
+
+paths = []
+for words in {commands}:
+    sys.argv, sys.stdin = ["rooflax", *words], open("line.txt")
+    try:
+        runpy.run_module("rooflax", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        assert end.code == 0, (words, end.code)
+    paths.append(list(sys.path))
+assert all(path == paths[0] for path in paths), paths
+"""
+"""A module beside the traps: `python -m` begins with their folder in sys.path, as for rooflax."""
+
+
+def test_no_verb_springs_a_trap_in_one_process(places):
+    """Nor does any leave a folder in sys.path for what the next one imports."""
+    commands = [words(places, verb) for verb in COMMANDS if verb != "verify"]
+    (places.here / "line.txt").write_text("a line\n")
+    (places.here / "in_turn.py").write_text(IN_TURN.format(commands=commands))
+    ran = subprocess.run(
+        [sys.executable, "-m", "in_turn"],
+        cwd=places.here, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert_none_sprung(places.sprung)
+    assert ran.returncode == 0, ran.stderr
+
+
+EACH_COMMAND = pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(BY_MODULE, id="by_module"),
+        pytest.param(INSTALLED, id="installed", marks=pytest.mark.nightly),
+    ],
+)
+
+
+@EACH_COMMAND
 def test_no_server_springs_a_trap(places, command):
     server = [*command, "serve", str(places.model), "--port", "0", "-c", "64"]
     with subprocess.Popen(server, cwd=places.here, stderr=subprocess.PIPE, text=True) as process:
@@ -330,7 +368,8 @@ def test_the_server_of_a_killed_batch_ends(places, tmp_path):
     (tmp_path / "requests.jsonl").write_text("\n".join(lines))
     out = tmp_path / "out"
     files = ["-i", str(tmp_path / "requests.jsonl"), "-o", str(out)]
-    with subprocess.Popen([*INSTALLED, "batch", str(places.model), *files, *SERVED]) as batch:
+    command = [*INSTALLED, "batch", str(places.model), *files, *SERVED]
+    with subprocess.Popen(command, cwd=places.here) as batch:
         tick = threading.Event()
         while batch.poll() is None and not (out.exists() and out.stat().st_size):
             tick.wait(0.02)
@@ -338,6 +377,7 @@ def test_the_server_of_a_killed_batch_ends(places, tmp_path):
         batch.kill()
     assert server is not None
     wait_until_gone(server)
+    assert_none_sprung(places.sprung)
 
 
 def child_of(pid: int) -> int | None:
@@ -348,7 +388,7 @@ def child_of(pid: int) -> int | None:
 @linux
 def test_a_broken_stderr_harms_nothing(places):
     server = [*INSTALLED, "serve", str(places.model), "--port", "0", "-c", "64"]
-    with subprocess.Popen(server, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(server, cwd=places.here, stderr=subprocess.PIPE, text=True) as process:
         url = listening(process)
         assert process.stderr is not None
         process.stderr.close()
@@ -364,3 +404,4 @@ def test_a_broken_stderr_harms_nothing(places):
             assert process.wait(60) == 0
         finally:
             process.kill()
+    assert_none_sprung(places.sprung)

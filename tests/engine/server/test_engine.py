@@ -333,7 +333,7 @@ def test_c7_a_row_that_is_not_finite_ends_alone(tmp_path, value):
     params = SamplingParams(max_tokens=15, temperature=0, ignore_eos=True, logprobs=0)
     wanted = [clean.generate([prompt], params)[0] for prompt in (prompts[0], prompts[2])]
     body = {"max_tokens": 15, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    with serving(lambda _: AsyncLLM(spoilt, max_num_seqs=3)) as server:
+    with serving(lambda _: AsyncLLM(spoilt, max_num_seqs=4)) as server:
         for stream in (False, True, False):
             first, bad, second = at_once(
                 *(

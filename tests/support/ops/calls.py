@@ -28,6 +28,18 @@ def calls_of(operation, counts):
 
 
 @cache
+def by_each(operation, implementations, **fixed):
+    """A list of the operation's results by these implementations, all in one program."""
+
+    def call(*arrays, **more):
+        return [
+            operation(*arrays, **fixed, **more, implementation=name) for name in implementations
+        ]
+
+    return jax.jit(call)
+
+
+@cache
 def plain(operation):
     """By the reference."""
     return jax.jit(partial(operation, implementation="reference"))

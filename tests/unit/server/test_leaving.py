@@ -14,6 +14,8 @@ from tests.engine.server.test_leaving import AHEAD, WAYS, asked
 from tests.support.server.fixtures import FRESH
 from tests.support.server.live import wait_for
 
+NEVER_S = 1e6
+
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("ahead", AHEAD)
@@ -55,7 +57,12 @@ def test_a_client_that_leaves_ends_its_request(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("ahead", ["nothing", "one"])
-def test_a_client_that_leaves_and_reads_nothing_ends_its_request(live, scripted, way, ahead):
+def test_a_client_that_leaves_and_reads_nothing_ends_its_request(
+    live, scripted, monkeypatch, way, ahead
+):
+    """Because it leaves: nothing else ends an answer that nobody reads."""
+    monkeypatch.setattr("rooflax.server.wire.READ_S", NEVER_S)
+    monkeypatch.setattr("rooflax.server.answers.WRITE_S", NEVER_S)
     scripted.script = lambda prompt, params, index: [65]
     body = {"prompt": ["x"] * 4, "max_tokens": 400, "stream": True, "n": 16, "logprobs": 20}
     with socket.socket() as connection:
@@ -69,7 +76,7 @@ def test_a_client_that_leaves_and_reads_nothing_ends_its_request(live, scripted,
         ))  # fmt: skip
         assert scripted.num_open > 0
         WAYS[way](connection)
-        wait_for(lambda: scripted.num_open == 0 and live.service.open == 0, 1)
+        wait_for(lambda: scripted.num_open == 0 and live.service.open == 0)
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])

@@ -473,11 +473,6 @@ def _write_tokens(
     from rooflax.train.rows import Cuts, encode_pairs, encode_rows, has_whole_rows
 
     separator = separator_of(tokenizer)
-    if separator is None:
-        raise RequestError(
-            f"the tokenizer in {tokenizer.folder} has no end-of-sequence token to put "
-            f"between documents; name one as eos_token in its tokenizer_config.json."
-        )
     said, cuts = [], Cuts()
     encode = encode_pairs if mode in PREFERENCES else encode_rows
     for part, rows in parts.items():

@@ -162,7 +162,7 @@ def file_prompts(paths: Sequence[Path]) -> Iterator[Prompt]:
     for path in paths:
         if path.suffix != ".jsonl":
             raise RequestError(f"{path} is no .jsonl file; prompts are the lines of those.")
-        for value, name, where in _jsonl_values(path):
+        for value, name, where in jsonl_values(path):
             if not isinstance(value, dict) or "prompt" not in value:
                 raise RequestError(f"{where} is not a JSON object with a prompt.")
             prompt = value["prompt"]
@@ -209,7 +209,7 @@ def _read(path: Path) -> str:
         raise RequestError(f"{path} is not UTF-8; convert it first.") from None
 
 
-def _jsonl_values(path: Path) -> Iterator[tuple[Any, str, str]]:
+def jsonl_values(path: Path) -> Iterator[tuple[Any, str, str]]:
     """Of each line that is not empty its value, None where it is not JSON, its name and where it
     is."""
     for number, line in enumerate(_read(path).split("\n"), start=1):
@@ -223,7 +223,7 @@ def _jsonl_values(path: Path) -> Iterator[tuple[Any, str, str]]:
 
 
 def _jsonl_rows(path: Path, field: str | None) -> Iterator[Row]:
-    for value, name, where in _jsonl_values(path):
+    for value, name, where in jsonl_values(path):
         row = _row(value, name, where, field) if isinstance(value, dict) else None
         if row is None:
             wanted = f"a string under {field or 'text'!r}"

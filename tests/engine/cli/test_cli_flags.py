@@ -205,6 +205,13 @@ COMMANDS = {
         | {"--dtype": ["bfloat16"], "--file": ["TEXT"], "--stride": ["3"],
            "--max-model-len": ["12"], "--mesh": ["tensor=2"]} | PROCESSES,
     ),
+    "eval": (
+        [TINY, "--data", "TEXT"],
+        FINDING | CHECK | QUANTIZE | BUDGET | LAYERS | DEVICE | OUTPUT | LORA
+        | {"--dtype": ["bfloat16"], "--data": ["DOCS/0.md"], "--max-model-len": ["12"],
+           "--mask-prompt": ([], "plain text has no prompt"),
+           "--assistant-only-loss": ([], "plain text has no prompt"), "--mesh": ["tensor=2"]},
+    ),
     "quantize": (
         [TINY, "-q", "int4", "-o", "OUT"],
         FINDING | CHECK | QUANTIZE | DEVICE | OUTPUT

@@ -167,6 +167,7 @@ def test_folders_of_chats_with_masks(rooflax, data):
     for name, count in (("train", 40), ("valid", 6), ("test", 5)):
         chats(data / f"chats/{name}.jsonl", count)
     flags = (CHAT, "--assistant-only-loss", "--lr", 1e-3, "--seq-len", 64, "--json")
+    flags += ("--save-dtype", "float32")
     ran = train(rooflax, *flags, data="chats")
     assert ran.code == 0, ran.err
     assert "40 documents to train on, 6 held out, 5 to test" in ran.err
@@ -176,6 +177,9 @@ def test_folders_of_chats_with_masks(rooflax, data):
     found = json.loads(ran.out)
     assert found["held_out_loss"] > 0 and found["test_loss"] > 0
     assert json.loads(train(rooflax, *flags, data="chats").out) == found
+    counted = ("--data", "chats/test.jsonl", "--assistant-only-loss", "--json")
+    (scored,) = json.loads(rooflax("eval", "run/model", *counted).out)["results"]
+    assert scored["loss"] == pytest.approx(found["test_loss"], abs=1e-5)
     (data / "chats/valid.jsonl").unlink()
     ran = train(rooflax, *flags, data="chats", out="split")
     assert ran.code == 0, ran.err

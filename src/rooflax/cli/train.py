@@ -18,8 +18,10 @@ from rooflax.fields.declaration import declarations
 from rooflax.files import only_writer, read_regular, replacing
 from rooflax.train.config import DEFAULTS, GRPO, PREFERENCES, SFT, DataConfig, TrainConfig
 from rooflax.train.corpus import dataset_files
+from rooflax.train.trackers import TRACKERS, tracker_module, tracking
 
 if TYPE_CHECKING:
+    from rooflax.llm import LLM
     from rooflax.loading.tokenizer import Tokenizer
     from rooflax.models.model import Model
     from rooflax.rl.rollouts import Rollouts
@@ -55,6 +57,15 @@ def add_flags(parser: Parser) -> None:
     add("--vocab-size", metavar="N", type=whole, help="train a byte-level BPE of N tokens")
     add("--dry-run", action="store_true", help="check the data and say the memory, train nothing")
     _add_settings(parser)
+    add = parser.group("watching").add_argument
+    add(
+        "--sample", metavar="TEXT", action="append", default=[],
+        help="a prompt to answer, greedily, with each held-out loss and at the end (repeatable)",
+    )  # fmt: skip
+    add(
+        "--report-to", metavar="NAME", choices=TRACKERS,
+        help=f"send the log's numbers to {', '.join(TRACKERS[:-1])} or {TRACKERS[-1]}",
+    )  # fmt: skip
     flags.add_device(parser)
     flags.add_output(parser)
 
@@ -100,17 +111,24 @@ def _train(args: argparse.Namespace, config: TrainConfig, data: DataConfig, out:
     start = _Start(args)
     check_seq_len(config, start.config.max_position)
     corpora: tuple[Corpus | None, ...] = (None, None, None)
-    rollouts = None
+    rollouts = llm = sampler = None
     if config.train_mode == GRPO:
         config, rollouts = _rollouts(args, config, data, start, out)
-        model = cast("Model", rollouts.llm.model)
+        llm = rollouts.llm
+        model = cast("Model", llm.model)
         size = f"{config.batch_size:,} answers"
     else:
         corpora = prepare(args, data, config.seq_len, start, out)
-        model = start.model(config.seed)
+        if args.sample:
+            llm = _engine(args, start, max_num_seqs=len(args.sample))
+        model = start.model(config.seed) if llm is None else cast("Model", llm.model)
         assert corpora[0] is not None
         config = resolved(config, corpora[0])
         size = f"{config.tokens_per_step:,} tokens; the data has {corpora[0].info.num_tokens:,}"
+    if args.sample and llm is not None:
+        from rooflax.rl.samples import Samples
+
+        sampler = Samples(llm, args.sample)
     if not args.quiet:
         terminal.say(
             f"{model.num_parameters:,} parameters, {counted(config.num_steps, 'step')} of {size}"
@@ -127,11 +145,12 @@ def _train(args: argparse.Namespace, config: TrainConfig, data: DataConfig, out:
     if args.verbose:
         terminal.say(f"settings: {json.dumps(config.to_json())}")
     training, held_out, test = corpora
-    result = run_training(
-        model, config, training, held_out, out, test=test, rollouts=rollouts,
-        progress=False if args.quiet else None, say=None if args.quiet else terminal.say,
-        keeps_model=False,
-    )  # fmt: skip
+    with tracking(args.report_to, out, config.to_json()) as track:
+        result = run_training(
+            model, config, training, held_out, out, test=test, rollouts=rollouts,
+            progress=False if args.quiet else None, say=None if args.quiet else terminal.say,
+            keeps_model=False, sampler=sampler, track=track,
+        )  # fmt: skip
     if rollouts is not None and not args.quiet and rollouts.largest_difference:
         terminal.say(
             f"the log-probabilities of sampler and trainer differed by at most "
@@ -183,6 +202,12 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise RequestError(
             f"{flag} is not for --train-mode grpo, which takes prompts as the MODEL does."
         )
+    if args.sample and (args.config or args.tokenizer or args.layers != "unrolled"):
+        raise RequestError(
+            "--sample is for a MODEL with its own tokenizer and --layers unrolled; drop it."
+        )
+    if args.report_to is not None:
+        tracker_module(args.report_to)
     if args.config is None and args.vocab_size is not None:
         raise RequestError("--vocab-size is for new weights (--config); MODEL has its tokenizer.")
     if args.config is not None and (args.tokenizer is None) == (args.vocab_size is None):
@@ -317,8 +342,6 @@ def _rollouts(
     Raises:
         RequestError: as for `prepare`, or of the reward's file.
     """
-    from rooflax.llm import LLM
-    from rooflax.nn.execution import ExecutionOptions
     from rooflax.rl.rewards import Reward
     from rooflax.rl.rollouts import Rollouts
     from rooflax.train.loop import tokens_at_once
@@ -332,14 +355,22 @@ def _rollouts(
         tested = f", {len(test)} to test" if test else ""
         size = counted(len(training), "prompt")
         terminal.say(f"{size} to train on, {len(held_out)} held out{tested}")
-    with terminal.status("loading the model", args.quiet):
-        llm = LLM(
-            start.info, dtype="float32" if start.trains_all else None, check=args.check,
-            generation_config="none", prefix_caching=False, max_num_seqs=config.batch_size,
-            max_model_len=min(config.seq_len + 1, start.config.max_position),
-            options=ExecutionOptions(layers="unrolled"),
-        )  # fmt: skip
+    length = min(config.seq_len + 1, start.config.max_position)
+    llm = _engine(args, start, max_num_seqs=config.batch_size, max_model_len=length)
     return config, Rollouts(llm, training, held_out, test, reward, config)
+
+
+def _engine(args: argparse.Namespace, start: _Start, **settings: Any) -> LLM:
+    """The model that training starts from, ready to generate."""
+    from rooflax.llm import LLM
+    from rooflax.nn.execution import ExecutionOptions
+
+    with terminal.status("loading the model", args.quiet):
+        return LLM(
+            start.info, dtype="float32" if start.trains_all else None, check=args.check,
+            generation_config="none", prefix_caching=False,
+            options=ExecutionOptions(layers="unrolled"), **settings,
+        )  # fmt: skip
 
 
 def _read_note(note: Path) -> dict[str, Any]:

@@ -125,6 +125,8 @@ COMMANDS = {
             "--assistant-only-loss": ([], "plain text, which has no prompt"),
             "--truncation": (["some"], "truncation is 'some'"),
             "--dry-run": [],
+            "--sample": (["x", "--layers", "scan"], "--layers unrolled; drop it"),
+            "--report-to": (["x"], "invalid choice: 'x'"),
             "--patience": ["2"],
             "--save-best": [],
             "--save-dtype": ["float16"],

@@ -184,6 +184,9 @@ def save_gguf_adapter(
         raise UnsupportedModelError(
             f"{adapter.folder} is a DoRA, which llama.cpp does not compute; merge it instead."
         )
+    architecture = written_spec(_model_type(info)).architecture
+    if info.gguf is not None:
+        architecture = info.gguf.metadata["general.architecture"]
     entries, config = adaptable(info, adapter.targets), adapter.config
     if lacking := adapter.targets.keys() - entries.keys():
         raise UnsupportedModelError(
@@ -203,9 +206,6 @@ def save_gguf_adapter(
             pairs = [(part.a, each) for each in rows]
         for stored, pair in zip(entry.stored, pairs, strict=True):
             tensors |= {stored + end: each for end, each in zip(ENDS, pair, strict=True)}
-    architecture = written_spec(_model_type(info)).architecture
-    if info.gguf is not None:
-        architecture = info.gguf.metadata["general.architecture"]
     metadata: dict[str, Any] = {
         "general.architecture": architecture,
         "general.type": "adapter",

@@ -108,6 +108,12 @@ def test_what_a_file_cannot_say(case, tmp_path):
     head = open_adapter(write_adapter(tmp_path / "head", info, ["lm_head"]), info)
     with pytest.raises(UnsupportedModelError, match="changes lm_head, of which a GGUF file"):
         save_gguf_adapter(info, head, tmp_path / "a.gguf", "F32")
+    info = model_info(case("gpt_neox").folder)
+    other = open_adapter(write_adapter(tmp_path / "other", info), info)
+    with pytest.raises(UnsupportedModelError, match="writes no GGUF files of gpt_neox, only of"):
+        save_gguf_adapter(info, other, tmp_path / "a.gguf", "F32")
+    with pytest.raises(UnsupportedModelError, match="writes no GGUF files of gpt_neox, only of"):
+        open_adapter(write(tmp_path / "b.gguf", {A: np.zeros((4, 54))}), info)
 
 
 def write(path, tensors, architecture="llama", **metadata):

@@ -20,7 +20,14 @@ from rooflax.errors import RequestError
 from rooflax.fields.declaration import declarations
 from rooflax.fields.kinds import is_whole
 from rooflax.train.config import DataConfig
-from rooflax.train.corpus import Document, file_documents, jsonl_values
+from rooflax.train.corpus import (
+    HUB,
+    Document,
+    documents,
+    file_documents,
+    hub_values,
+    jsonl_values,
+)
 
 if TYPE_CHECKING:
     from rooflax.llm import LLM
@@ -63,7 +70,7 @@ def add_flags(parser: Parser) -> None:
     parser.group(group).add_argument(
         "--data", metavar="FILE", nargs="+", required=True,
         help="texts; .jsonl of text, of messages, of prompt and completion, or of questions with "
-        "choices and an answer",
+        "choices and an answer; or a hub's dataset, hub:OWNER/NAME:SPLIT",
     )  # fmt: skip
     for name in SCORED:
         one = declarations(DataConfig)[name]
@@ -80,11 +87,15 @@ def add_flags(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Scores each file and prints a line for it."""
     config = DataConfig(**{name: getattr(args, name) for name in SCORED})
-    files = {path: _read(Path(path)) for path in args.data}
+    files = {path: _read(path) for path in args.data}
+    asked = [path for path, rows in files.items() if isinstance(rows[0], Question)]
+    if config.masks and asked:
+        flag = "--mask-prompt" if config.mask_prompt else "--assistant-only-loss"
+        raise RequestError(f"{flag} is for chats, and {asked[0]} holds questions; drop it.")
     llm = open_llm(args)
     results = []
     for path, rows in files.items():
-        if isinstance(rows[0], Question):
+        if path in asked:
             measured = _accuracy(llm, rows, args.quiet)
         else:
             measured = _losses(llm, rows, config, args)
@@ -106,16 +117,20 @@ def _short(path: str) -> str:
     return path if len(path) <= NAME_WIDTH else f"...{path[3 - NAME_WIDTH :]}"
 
 
-def _read(path: Path) -> list[Any]:
-    """A file's questions, or its rows as training takes them.
+def _read(path: str) -> list[Any]:
+    """A file's or data set's questions, or its rows as training takes them.
 
     Raises:
         RequestError: there are none, or a line is no such row.
     """
-    first = next(jsonl_values(path), None) if path.suffix == ".jsonl" else None
-    if first is not None and isinstance(first[0], dict) and _first(first[0], CHOICES) is not None:
-        return [question(value, place) for value, _, place in jsonl_values(path)]
-    rows = list(file_documents([path]))
+    values = None
+    if path.startswith(HUB):
+        values = [value for part in hub_values(path).values() for value in part]
+    elif path.endswith(".jsonl"):
+        values = list(jsonl_values(Path(path)))
+    if values and isinstance(values[0][0], dict) and _first(values[0][0], CHOICES) is not None:
+        return [question(value, place) for value, _, place in values]
+    rows = list(file_documents([Path(path)]) if values is None else documents(values))
     if not rows:
         raise RequestError(f"{path} holds nothing to score.")
     return rows
@@ -137,7 +152,8 @@ def question(value: Any, place: str) -> Question:
     if not isinstance(value, dict):
         raise RequestError(f"{place} is not a JSON object with a question, choices and an answer.")
     key = next((name for name in PROMPTS if name in value), None)
-    prompt, choices = value.get(key), _first(value, CHOICES)
+    prompt = value.get(key)
+    choices: Any = _first(value, CHOICES)
     if not isinstance(prompt, str) or not prompt.strip():
         raise RequestError(f"{place} has no text under {_either(PROMPTS)}.")
     labels: Any = None

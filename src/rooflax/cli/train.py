@@ -17,7 +17,7 @@ from rooflax.errors import CheckpointError, RequestError
 from rooflax.fields.declaration import declarations
 from rooflax.files import only_writer, read_regular, replacing
 from rooflax.train.config import DEFAULTS, GRPO, PREFERENCES, SFT, DataConfig, TrainConfig
-from rooflax.train.corpus import dataset_files
+from rooflax.train.corpus import HUB, dataset_files
 from rooflax.train.trackers import TRACKERS, tracker_module, tracking
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def add_flags(parser: Parser) -> None:
     add(
         "--data", metavar="PATH", nargs="+", required=True,
         help="text and .jsonl files, or a folder with train.jsonl (valid.jsonl, test.jsonl), or of "
-        "texts",
+        "texts; or a hub's dataset, hub:OWNER/NAME",
     )  # fmt: skip
     for one in declarations(DataConfig).values():
         flags.add_field(parser, one)
@@ -220,7 +220,8 @@ def _check_flags(args: argparse.Namespace) -> None:
     if args.glob is not None and not any(path.is_dir() for path in paths):
         raise RequestError("--glob is for folders, and --data names none.")
     has_lines = any(path.suffix == ".jsonl" or dataset_files(path) for path in paths)
-    if args.text_field is not None and not has_lines:
+    is_hub = any(path.startswith(HUB) for path in args.data)
+    if args.text_field is not None and not has_lines and not is_hub:
         raise RequestError("--text-field is for .jsonl files, and --data names none.")
     if Path(args.out).exists() and not Path(args.out).is_dir():
         raise RequestError(f"--out {args.out} is a file; give the name of a folder.")
@@ -420,7 +421,14 @@ def _digest(parts: dict[str, list[Any]]) -> str:
 
 def _parts(args: argparse.Namespace, data: DataConfig) -> dict[str, list[Any]]:
     """The rows of each part; those to be held out of the first are still in it."""
-    from rooflax.train.corpus import file_documents, file_prompts, folder_documents
+    from rooflax.train.corpus import (
+        documents,
+        file_documents,
+        file_prompts,
+        folder_documents,
+        hub_values,
+        prompts,
+    )
 
     def read(file: Path) -> Iterator[Row | Prompt]:
         if args.train_mode == GRPO:
@@ -428,7 +436,13 @@ def _parts(args: argparse.Namespace, data: DataConfig) -> dict[str, list[Any]]:
         return file_documents([file], field=data.text_field)
 
     parts: dict[str, list[Any]] = {part: [] for part in TOKEN_FILES}
-    for path in map(Path, args.data):
+    for named in args.data:
+        path = Path(named)
+        if named.startswith(HUB):
+            for part, rows in hub_values(named).items():
+                is_grpo = args.train_mode == GRPO
+                parts[part] += prompts(rows) if is_grpo else documents(rows, field=data.text_field)
+            continue
         files = dataset_files(path) if data.glob is None else {}
         for part, file in files.items():
             parts[part] += read(file)

@@ -2,6 +2,8 @@
 
 import json
 import math
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -120,6 +122,14 @@ def test_choices_equal_a_forward(rooflax, data, llm):
     assert found == {"data": "q.jsonl", "rows": 3, "acc": right / 3, "acc_norm": normalized / 3}
 
 
+def test_questions_of_the_hub(rooflax, data, monkeypatch):
+    module = SimpleNamespace(load_dataset=lambda name, config, split: {"mc": QUESTIONS}[split])
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    write(data / "q.jsonl", QUESTIONS)
+    hub, file = results(rooflax, CHAT, "--data", "hub:a/b:mc", "q.jsonl")
+    assert hub | {"data": ""} == file | {"data": ""} and hub["data"] == "hub:a/b:mc"
+
+
 def test_a_table_of_eighty_columns(rooflax, data):
     write(data / "q.jsonl", QUESTIONS[:1])
     (data / ("a" * 60)).write_text(TEXT, encoding="utf-8")
@@ -209,3 +219,6 @@ def test_no_such_file_and_no_prompt_to_mask(rooflax, data):
     assert "cannot read nowhere" in rooflax("eval", TINY, "--data", "nowhere").err
     ran = rooflax("eval", TINY, "--data", "texts.jsonl", "--mask-prompt")
     assert ran.code == 2 and "texts.jsonl:1: plain text has no prompt to mask" in ran.err
+    write(data / "q.jsonl", QUESTIONS)
+    ran = rooflax("eval", TINY, "--data", "q.jsonl", "--assistant-only-loss")
+    assert ran.code == 2 and "--assistant-only-loss is for chats, and q.jsonl holds" in ran.err

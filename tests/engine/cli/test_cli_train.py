@@ -216,6 +216,18 @@ def test_jsonl_and_a_given_tokenizer(rooflax, data):
     assert (ran.code, ran.err) == (0, "")
 
 
+def test_a_dataset_of_the_hub(rooflax, data, monkeypatch):
+    rows = [{"body": f"text number {i} " * 20} for i in range(20)]
+    splits = {"train": rows, "validation": rows[:3], "test": rows[3:5]}
+    module = SimpleNamespace(load_dataset=lambda name, config, split: splits)
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    ran = train(rooflax, *NEW, "--text-field", "body", data="hub:a/b")
+    assert ran.code == 0, ran.err
+    assert "20 documents to train on, 3 held out, 2 to test" in ran.err
+    ran = train(rooflax, *NEW, data="hub:a/b", out="other")
+    assert ran.code == 2 and "row 0 of hub:a/b is not a JSON object with messages" in ran.err
+
+
 def test_folders_of_chats_with_masks(rooflax, data):
     (data / "chats").mkdir()
     for name, count in (("train", 40), ("valid", 6), ("test", 5)):

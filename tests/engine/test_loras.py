@@ -12,6 +12,8 @@ import pytest
 from rooflax import LLM, AsyncLLM, RequestError
 from rooflax.engine.compilation import count_compilations
 from rooflax.engine.sampling_params import SamplingParams
+from rooflax.loading.adapters import open_adapter
+from rooflax.loading.gguf_adapter import save_gguf_adapter
 from rooflax.loading.model_info import model_info
 from rooflax.models.presets import CHAT_NAME
 from rooflax.server.service import Service
@@ -208,6 +210,8 @@ def test_openais_client_names_adapters_as_models(tmp_path):
 def test_requests_load_and_unload_adapters_of_an_allowed_folder(base, adapters, tmp_path):
     root = Path(adapters["late"]).parent
     (root / "out").symlink_to(tmp_path)
+    info = model_info(base)
+    save_gguf_adapter(info, open_adapter(adapters["late"], info), root / "late.gguf", "F32")
     settings = {"lora_root": str(root), "served_names": ("tiny",)}
 
     def post(what, name, **more):
@@ -223,7 +227,7 @@ def test_requests_load_and_unload_adapters_of_an_allowed_folder(base, adapters, 
 
     with serving(make, **settings) as served:
         alone = said("tiny")
-        for path in ("..", "/", "out", "missing", "late/adapter_config.json", "\0"):
+        for path in ("..", "/", "out", "missing", "late/adapter_config.json", "x.gguf", "\0"):
             answer = post("load", "late", lora_path=path)
             assert answer.status_code == 400 and "no folder inside" in answer.text, path
         assert post("load", "tiny", lora_path="late").status_code == 400
@@ -231,7 +235,8 @@ def test_requests_load_and_unload_adapters_of_an_allowed_folder(base, adapters, 
         answer = post("load", "late", lora_path="late")
         assert answer.text == "Success: LoRA adapter 'late' added successfully."
         assert post("load", "more", lora_path="few").status_code == 400  # no slot is free
-        assert said("late")[0] == 200 and said("late") != alone
+        late = said("late")
+        assert late[0] == 200 and late != alone
         body = {
             "model": "late",
             "prompt": "x",
@@ -250,8 +255,8 @@ def test_requests_load_and_unload_adapters_of_an_allowed_folder(base, adapters, 
                 assert rest[-1] == "data: [DONE]"  # the open answer ended as it would have
                 assert gone.result().text == "Success: LoRA adapter 'late' removed successfully."
         assert post("unload", "late").status_code == 404
-        assert post("load", "more", lora_path=adapters["few"]).status_code == 200
-        assert said("tiny") == alone
+        assert post("load", "late", lora_path="late.gguf").status_code == 200
+        assert said("tiny") == alone and said("late") == late
     with serving(make) as served:
         assert post("load", "late", lora_path="late").status_code == 404
         assert post("unload", "late").status_code == 404

@@ -1,8 +1,11 @@
-"""`rooflax fuse`: merges a LoRA adapter into its model, as a checkpoint folder or a GGUF file."""
+"""`rooflax fuse`: merges a LoRA adapter into its model, as a checkpoint folder or a GGUF file; or
+writes the adapter alone as llama.cpp's GGUF file.
+"""
 
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,10 @@ def add_flags(parser: Parser) -> None:
         help="dtype of the folder: float32, bfloat16 or float16; default float32, in which the "
         "sum is exact",
     )  # fmt: skip
+    add(
+        "--adapter-only", action="store_true",
+        help="merge nothing: the adapter alone as a GGUF file for llama.cpp's --lora",
+    )  # fmt: skip
     add("--force", action="store_true", help="overwrite a model in it, or the file")
     flags.add_device(parser)
     flags.add_output(parser)
@@ -49,14 +56,19 @@ def run(args: argparse.Namespace) -> int:
         from rooflax.loading.model_info import model_info
 
     info = model_info(args.model, **where)
-    merged = fused(info, open_adapter(args.lora, info))
-    write = _write_folder if args.gguf is None else _write_gguf
+    adapter = open_adapter(args.lora, info)
+    if args.adapter_only:
+        write = partial(_write_adapter, args, info, adapter)
+    elif args.gguf is None:
+        write = partial(_write_folder, args, fused(info, adapter))
+    else:
+        write = partial(_write_gguf, args, fused(info, adapter))
     with (
         cleanup_on_sigterm(),
         only_writer(args.output, makes_folders=True),
         terminal.status(f"writing {args.output}", args.quiet),
     ):
-        notes = write(args, merged)
+        notes = write()
     path = Path(args.output)
     files = [path] if path.is_file() else list(path.glob("*.safetensors"))
     written = {
@@ -85,6 +97,8 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise RequestError("--lora names the adapter to merge; give its folder.")
     path = Path(args.output)
     if args.gguf is None:
+        if args.adapter_only:
+            raise RequestError("--adapter-only writes a GGUF file; say its type with --gguf.")
         if path.suffix == ".gguf":
             raise RequestError(f"{path} is the name of a GGUF file; say its type with --gguf.")
         if (path / "config.json").exists() and not args.force:
@@ -114,3 +128,10 @@ def _write_gguf(args: argparse.Namespace, merged: Any) -> list[str]:
     from rooflax.loading.gguf_save import save_gguf
 
     return save_gguf(merged, args.output, args.gguf, check=args.check)
+
+
+def _write_adapter(args: argparse.Namespace, info: Any, adapter: Any) -> list[str]:
+    from rooflax.loading.gguf_adapter import save_gguf_adapter
+
+    save_gguf_adapter(info, adapter, args.output, args.gguf)
+    return []

@@ -31,6 +31,7 @@ VERBS = (
     "inspect",
     "verify",
     "perplexity",
+    "eval",
     "embed",
     "rerank",
     "quantize",
@@ -57,8 +58,7 @@ ELSEWHERE = {
     "lora": "rooflax train --fine-tune-type lora trains an adapter; generate and chat take --lora",
     "merge": "rooflax fuse merges a LoRA adapter into its model",
     "finetune": "it is rooflax train",
-    "eval": "rooflax perplexity measures a model on a text",
-    "evaluate": "rooflax perplexity measures a model on a text",
+    "evaluate": "it is rooflax eval",
 }
 """Verbs of Ollama, llama.cpp and mlx-lm, and what does the same here."""
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130

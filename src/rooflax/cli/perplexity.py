@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, terminal
@@ -14,6 +15,8 @@ from rooflax.cli.windows import Window, windows
 from rooflax.errors import RequestError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from rooflax.llm import LLM
 
 SUMMARY = "perplexity and bits per byte of a text"
@@ -31,14 +34,23 @@ def add_flags(parser: Parser) -> None:
         help="stride in tokens between two windows; default half a window. Every "
         "token but the first is scored once, in the first window that holds it",
     )  # fmt: skip
-    flags.add_max_model_len(
-        parser, help="tokens of a window", shown_default=f"the model's, at most {LONGEST_WINDOW}"
-    )
+    add_window(parser)
     flags.add_precision(parser, kv=False)
     flags.add_weights_budget(parser)
     flags.add_execution(parser, cached=False)
     flags.add_device(parser, mesh=True, hosts=True)
     flags.add_output(parser)
+
+
+def add_window(parser: Parser) -> None:
+    flags.add_max_model_len(
+        parser, help="tokens of a window", shown_default=f"the model's, at most {LONGEST_WINDOW}"
+    )
+
+
+def window_of(llm: LLM, args: argparse.Namespace) -> int:
+    """Tokens of a window."""
+    return args.max_model_len or min(llm.max_model_len, LONGEST_WINDOW)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,10 +64,11 @@ def run(args: argparse.Namespace) -> int:
     ids = llm.encode(text)
     if len(ids) < 2:
         raise RequestError(f"the text has {len(ids)} token; scoring needs at least 2.")
-    length = args.max_model_len or min(llm.max_model_len, LONGEST_WINDOW)
+    length = window_of(llm, args)
     stride = args.stride if args.stride is not None else max(length // 2, 1)
     cut = windows(len(ids), length, stride)
-    loss = score_windows(llm, ids, cut, args.quiet)
+    with terminal.bar("scoring", len(cut), "window", args.quiet) as update:
+        loss = -float(score_windows(llm, ids, cut, update).sum(dtype="float64"))
     measured = result(loss, len(ids) - 1, len(text.encode("utf-8")))
     measured = {"model": llm.info.name, **measured, "window": length, "stride": stride}
     if args.json:
@@ -65,23 +78,47 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def score_windows(llm: LLM, ids: list[int], cut: list[Window], quiet: bool) -> float:
-    """The sum of -log p over all scored tokens, in nats."""
-    from tqdm import tqdm
+def score_windows(
+    llm: LLM, ids: Sequence[int], cut: Sequence[Window], update: Callable[[int], Any]
+) -> np.ndarray:
+    """Log-probability of each token but the first, in nats.
 
-    shown = not quiet and terminal.is_terminal(sys.stderr)
-    total = 0.0
-    with tqdm(total=len(cut), desc="scoring", unit="window", leave=False, disable=not shown) as bar:
-        for begin in range(0, len(cut), AT_ONCE):
-            some = cut[begin : begin + AT_ONCE]
-            scores = llm.score(
-                [ids[window.start : window.first] for window in some],
-                [ids[window.first : window.end] for window in some],
-            )
-            for logprobs in scores:
-                total -= float(logprobs.sum(dtype="float64"))
-            bar.update(len(some))
-    return total
+    Args:
+        update: called with the number of windows that are done.
+    """
+    import numpy as np
+
+    scores: list[np.ndarray] = []
+    for begin in range(0, len(cut), AT_ONCE):
+        some = cut[begin : begin + AT_ONCE]
+        scores += llm.score(
+            [ids[window.start : window.first] for window in some],
+            [ids[window.first : window.end] for window in some],
+        )
+        update(len(some))
+    return np.concatenate(scores)
+
+
+def check_finite(logprob: float) -> float:
+    """
+    Raises:
+        RequestError: it is no number.
+    """
+    if not math.isfinite(logprob):
+        raise RequestError(
+            "the model gives probabilities that are not finite; look for NaN weights with --check."
+        )
+    return logprob
+
+
+def perplexity(loss: float) -> dict[str, float]:
+    """Perplexity of a mean loss in nats per token, and that loss.
+
+    Raises:
+        RequestError: the loss is no number.
+    """
+    check_finite(loss)
+    return {"perplexity": math.exp(loss) if loss < 700 else sys.float_info.max, "loss": loss}
 
 
 def result(loss: float, num_tokens: int, num_bytes: int) -> dict[str, Any]:
@@ -94,15 +131,9 @@ def result(loss: float, num_tokens: int, num_bytes: int) -> dict[str, Any]:
         num_tokens: scored ones.
         num_bytes: of the whole text in UTF-8.
     """
-    mean = loss / num_tokens
-    if not math.isfinite(mean):
-        raise RequestError(
-            "the model gives probabilities that are not finite; look for NaN weights with --check."
-        )
     return {
-        "perplexity": math.exp(mean) if mean < 700 else sys.float_info.max,
+        **perplexity(loss / num_tokens),
         "bits_per_byte": loss / math.log(2) / num_bytes,
-        "loss": mean,
         "tokens": num_tokens,
         "bytes": num_bytes,
     }

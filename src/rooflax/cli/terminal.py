@@ -202,6 +202,16 @@ def byte_progress(text: str, total: int, quiet: bool) -> Iterator[Any]:
         yield bar
 
 
+@contextlib.contextmanager
+def bar(text: str, total: int, unit: str, quiet: bool) -> Iterator[Callable[[int], Any]]:
+    """A bar on stderr, on a terminal only, that is gone at the end; yields what moves it on."""
+    from tqdm import tqdm
+
+    off = quiet or not is_terminal(sys.stderr)
+    with tqdm(desc=text, total=total, unit=unit, leave=False, disable=off) as shown:
+        yield shown.update
+
+
 def read_stdin(flag: str) -> str:
     """All of stdin as text.
 

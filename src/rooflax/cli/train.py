@@ -17,9 +17,11 @@ from rooflax.errors import CheckpointError, RequestError
 from rooflax.fields.declaration import declarations
 from rooflax.files import only_writer, read_regular, replacing
 from rooflax.train.config import DEFAULTS, GRPO, PREFERENCES, SFT, DataConfig, TrainConfig
-from rooflax.train.corpus import dataset_files
+from rooflax.train.corpus import HUB, dataset_files
+from rooflax.train.trackers import TRACKERS, tracker_module, tracking
 
 if TYPE_CHECKING:
+    from rooflax.llm import LLM
     from rooflax.loading.tokenizer import Tokenizer
     from rooflax.models.model import Model
     from rooflax.rl.rollouts import Rollouts
@@ -45,7 +47,7 @@ def add_flags(parser: Parser) -> None:
     add(
         "--data", metavar="PATH", nargs="+", required=True,
         help="text and .jsonl files, or a folder with train.jsonl (valid.jsonl, test.jsonl), or of "
-        "texts",
+        "texts; or a hub's dataset, hub:OWNER/NAME",
     )  # fmt: skip
     for one in declarations(DataConfig).values():
         flags.add_field(parser, one)
@@ -55,6 +57,15 @@ def add_flags(parser: Parser) -> None:
     add("--vocab-size", metavar="N", type=whole, help="train a byte-level BPE of N tokens")
     add("--dry-run", action="store_true", help="check the data and say the memory, train nothing")
     _add_settings(parser)
+    add = parser.group("watching").add_argument
+    add(
+        "--sample", metavar="TEXT", action="append", default=[],
+        help="a prompt to answer, greedily, with each held-out loss and at the end (repeatable)",
+    )  # fmt: skip
+    add(
+        "--report-to", metavar="NAME", choices=TRACKERS,
+        help=f"send the log's numbers to {', '.join(TRACKERS[:-1])} or {TRACKERS[-1]}",
+    )  # fmt: skip
     flags.add_device(parser)
     flags.add_output(parser)
 
@@ -100,17 +111,24 @@ def _train(args: argparse.Namespace, config: TrainConfig, data: DataConfig, out:
     start = _Start(args)
     check_seq_len(config, start.config.max_position)
     corpora: tuple[Corpus | None, ...] = (None, None, None)
-    rollouts = None
+    rollouts = llm = sampler = None
     if config.train_mode == GRPO:
         config, rollouts = _rollouts(args, config, data, start, out)
-        model = cast("Model", rollouts.llm.model)
+        llm = rollouts.llm
+        model = cast("Model", llm.model)
         size = f"{config.batch_size:,} answers"
     else:
         corpora = prepare(args, data, config.seq_len, start, out)
-        model = start.model(config.seed)
+        if args.sample:
+            llm = _engine(args, start, max_num_seqs=len(args.sample))
+        model = start.model(config.seed) if llm is None else cast("Model", llm.model)
         assert corpora[0] is not None
         config = resolved(config, corpora[0])
         size = f"{config.tokens_per_step:,} tokens; the data has {corpora[0].info.num_tokens:,}"
+    if args.sample and llm is not None:
+        from rooflax.rl.samples import Samples
+
+        sampler = Samples(llm, args.sample)
     if not args.quiet:
         terminal.say(
             f"{model.num_parameters:,} parameters, {counted(config.num_steps, 'step')} of {size}"
@@ -127,11 +145,12 @@ def _train(args: argparse.Namespace, config: TrainConfig, data: DataConfig, out:
     if args.verbose:
         terminal.say(f"settings: {json.dumps(config.to_json())}")
     training, held_out, test = corpora
-    result = run_training(
-        model, config, training, held_out, out, test=test, rollouts=rollouts,
-        progress=False if args.quiet else None, say=None if args.quiet else terminal.say,
-        keeps_model=False,
-    )  # fmt: skip
+    with tracking(args.report_to, out, config.to_json()) as track:
+        result = run_training(
+            model, config, training, held_out, out, test=test, rollouts=rollouts,
+            progress=False if args.quiet else None, say=None if args.quiet else terminal.say,
+            keeps_model=False, sampler=sampler, track=track,
+        )  # fmt: skip
     if rollouts is not None and not args.quiet and rollouts.largest_difference:
         terminal.say(
             f"the log-probabilities of sampler and trainer differed by at most "
@@ -183,6 +202,12 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise RequestError(
             f"{flag} is not for --train-mode grpo, which takes prompts as the MODEL does."
         )
+    if args.sample and (args.config or args.tokenizer or args.layers != "unrolled"):
+        raise RequestError(
+            "--sample is for a MODEL with its own tokenizer and --layers unrolled; drop it."
+        )
+    if args.report_to is not None:
+        tracker_module(args.report_to)
     if args.config is None and args.vocab_size is not None:
         raise RequestError("--vocab-size is for new weights (--config); MODEL has its tokenizer.")
     if args.config is not None and (args.tokenizer is None) == (args.vocab_size is None):
@@ -195,7 +220,8 @@ def _check_flags(args: argparse.Namespace) -> None:
     if args.glob is not None and not any(path.is_dir() for path in paths):
         raise RequestError("--glob is for folders, and --data names none.")
     has_lines = any(path.suffix == ".jsonl" or dataset_files(path) for path in paths)
-    if args.text_field is not None and not has_lines:
+    is_hub = any(path.startswith(HUB) for path in args.data)
+    if args.text_field is not None and not has_lines and not is_hub:
         raise RequestError("--text-field is for .jsonl files, and --data names none.")
     if Path(args.out).exists() and not Path(args.out).is_dir():
         raise RequestError(f"--out {args.out} is a file; give the name of a folder.")
@@ -317,8 +343,6 @@ def _rollouts(
     Raises:
         RequestError: as for `prepare`, or of the reward's file.
     """
-    from rooflax.llm import LLM
-    from rooflax.nn.execution import ExecutionOptions
     from rooflax.rl.rewards import Reward
     from rooflax.rl.rollouts import Rollouts
     from rooflax.train.loop import tokens_at_once
@@ -332,14 +356,22 @@ def _rollouts(
         tested = f", {len(test)} to test" if test else ""
         size = counted(len(training), "prompt")
         terminal.say(f"{size} to train on, {len(held_out)} held out{tested}")
-    with terminal.status("loading the model", args.quiet):
-        llm = LLM(
-            start.info, dtype="float32" if start.trains_all else None, check=args.check,
-            generation_config="none", prefix_caching=False, max_num_seqs=config.batch_size,
-            max_model_len=min(config.seq_len + 1, start.config.max_position),
-            options=ExecutionOptions(layers="unrolled"),
-        )  # fmt: skip
+    length = min(config.seq_len + 1, start.config.max_position)
+    llm = _engine(args, start, max_num_seqs=config.batch_size, max_model_len=length)
     return config, Rollouts(llm, training, held_out, test, reward, config)
+
+
+def _engine(args: argparse.Namespace, start: _Start, **settings: Any) -> LLM:
+    """The model that training starts from, ready to generate."""
+    from rooflax.llm import LLM
+    from rooflax.nn.execution import ExecutionOptions
+
+    with terminal.status("loading the model", args.quiet):
+        return LLM(
+            start.info, dtype="float32" if start.trains_all else None, check=args.check,
+            generation_config="none", prefix_caching=False,
+            options=ExecutionOptions(layers="unrolled"), **settings,
+        )  # fmt: skip
 
 
 def _read_note(note: Path) -> dict[str, Any]:
@@ -389,7 +421,14 @@ def _digest(parts: dict[str, list[Any]]) -> str:
 
 def _parts(args: argparse.Namespace, data: DataConfig) -> dict[str, list[Any]]:
     """The rows of each part; those to be held out of the first are still in it."""
-    from rooflax.train.corpus import file_documents, file_prompts, folder_documents
+    from rooflax.train.corpus import (
+        documents,
+        file_documents,
+        file_prompts,
+        folder_documents,
+        hub_values,
+        prompts,
+    )
 
     def read(file: Path) -> Iterator[Row | Prompt]:
         if args.train_mode == GRPO:
@@ -397,7 +436,13 @@ def _parts(args: argparse.Namespace, data: DataConfig) -> dict[str, list[Any]]:
         return file_documents([file], field=data.text_field)
 
     parts: dict[str, list[Any]] = {part: [] for part in TOKEN_FILES}
-    for path in map(Path, args.data):
+    for named in args.data:
+        path = Path(named)
+        if named.startswith(HUB):
+            for part, rows in hub_values(named).items():
+                is_grpo = args.train_mode == GRPO
+                parts[part] += prompts(rows) if is_grpo else documents(rows, field=data.text_field)
+            continue
         files = dataset_files(path) if data.glob is None else {}
         for part, file in files.items():
             parts[part] += read(file)
@@ -473,11 +518,6 @@ def _write_tokens(
     from rooflax.train.rows import Cuts, encode_pairs, encode_rows, has_whole_rows
 
     separator = separator_of(tokenizer)
-    if separator is None:
-        raise RequestError(
-            f"the tokenizer in {tokenizer.folder} has no end-of-sequence token to put "
-            f"between documents; name one as eos_token in its tokenizer_config.json."
-        )
     said, cuts = [], Cuts()
     encode = encode_pairs if mode in PREFERENCES else encode_rows
     for part, rows in parts.items():

@@ -1,4 +1,5 @@
 """PEFT's adapter folders: adapter_config.json and adapter_model.safetensors, read and written.
+llama.cpp's adapter files are read into the same (loading/gguf_adapter.py).
 
 Pickled adapter_model.bin is never read. A folder is checked against the model before anything of
 it is used: every tensor belongs to a linear layer that the config names, in the shape that it must
@@ -21,7 +22,8 @@ import numpy as np
 
 from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
 from rooflax.loading.adapter_config import AdapterConfig, is_all_linear, named, read_adapter_config
-from rooflax.loading.json_files import ADAPTER, read_file
+from rooflax.loading.gguf_adapter import read_gguf_adapter
+from rooflax.loading.json_files import ADAPTER
 from rooflax.loading.model_info import ModelInfo
 from rooflax.loading.packed import is_packed
 from rooflax.loading.safetensors import (
@@ -31,7 +33,7 @@ from rooflax.loading.safetensors import (
     conversion_command,
     write_safetensors,
 )
-from rooflax.loading.source import Source
+from rooflax.loading.source import ArraySource, Source
 from rooflax.loading.tensor_plan import NameMap
 from rooflax.models.adapters import HEAD, LowRank, Target, targets
 from rooflax.models.registry import family
@@ -51,7 +53,7 @@ class Adapter:
     """A LoRA adapter that fits a model, opened.
 
     Attributes:
-        folder: where it lies.
+        folder: where it lies, or llama.cpp's file.
         config: what it says of itself.
         targets: the linear layers that it changes, by their modules' paths.
         file: its tensors.
@@ -61,13 +63,13 @@ class Adapter:
     folder: Path
     config: AdapterConfig
     targets: Mapping[str, Target]
-    file: SafetensorsFile
+    file: Source
     stored: Mapping[str, Mapping[str, str]]
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of what it computes: the config and the tensors, in hexadecimal."""
-        sha = hashlib.sha256(read_file(self.folder / ADAPTER) or b"")
+        sha = hashlib.sha256(repr(self.config).encode())
         for name in sorted(self.file.names()):
             sha.update(name.encode())
             sha.update(self.file.read(name).tobytes())
@@ -110,7 +112,7 @@ class Adapter:
     def _tensor(self, name: str) -> np.ndarray:
         array = np.array(self.file.read(name), np.float32)
         if not np.isfinite(array).all():
-            raise CheckpointError(f"{name} in {self.file.path} holds NaN or infinity.")
+            raise CheckpointError(f"{name} in {self.folder} holds NaN or infinity.")
         return array
 
 
@@ -199,17 +201,23 @@ def fused(info: ModelInfo, adapter: Adapter) -> ModelInfo:
 
 
 def open_adapter(folder: str | os.PathLike[str], info: ModelInfo) -> Adapter:
-    """An adapter's folder, checked against the model that it is for.
+    """An adapter's folder or .gguf file, checked against the model that it is for.
 
     Raises:
         CheckpointError: a file is missing or malformed, or the tensors are not those that the
             config and the model ask for.
         UnsupportedModelError: it asks for what is not computed.
     """
-    folder = Path(folder)
+    folder, known = Path(folder), targets(info.family, info.config)
+    if folder.suffix == ".gguf" and folder.is_file():
+        config, pairs = read_gguf_adapter(folder, info, known)
+        file = ArraySource({f"{m}.{kind}": pairs[m][kind] for m in pairs for kind in pairs[m]})
+        names = {m: {kind: f"{m}.{kind}" for kind in pair} for m, pair in pairs.items()}
+        return Adapter(folder, config, {m: known[m] for m in known if m in pairs}, file, names)
     if not folder.is_dir():
         raise CheckpointError(
-            f"{folder} is no folder; an adapter is one with {ADAPTER} and {WEIGHTS}."
+            f"{folder} is no folder; an adapter is one with {ADAPTER} and {WEIGHTS}, or a .gguf "
+            f"file."
         )
     config = read_adapter_config(folder, info.family)
     path = folder / WEIGHTS
@@ -222,7 +230,6 @@ def open_adapter(folder: str | os.PathLike[str], info: ModelInfo) -> Adapter:
             )
         raise CheckpointError(f"{folder} has no {WEIGHTS}.")
     file = SafetensorsFile(path)
-    known = targets(info.family, info.config)
     by_name = {name: module for module, target in known.items() for name in target.names}
     stored: dict[str, dict[str, str]] = {}
     copies, spellings, unknown = _copies_of_base(file, info, known), set[str](), []
@@ -253,7 +260,7 @@ def open_adapter(folder: str | os.PathLike[str], info: ModelInfo) -> Adapter:
     if not is_all_linear(config.target_modules) and (missing := usual - stored.keys()):
         raise CheckpointError(f"{path} lacks {named(missing)}, which its {ADAPTER} names.")
     adapter = Adapter(folder, config, {m: known[m] for m in known if m in stored}, file, stored)
-    _check_tensors(adapter)
+    _check_tensors(adapter, path)
     return adapter
 
 
@@ -270,12 +277,12 @@ def _copies_of_base(
     return {name for name in names if np.array_equal(np.asarray(file.read(name), np.float32), w)}
 
 
-def _check_tensors(adapter: Adapter) -> None:
+def _check_tensors(adapter: Adapter, path: Path) -> None:
     """
     Raises:
         CheckpointError: a pair is not whole, or a tensor has another shape or type.
     """
-    path, config = adapter.file.path, adapter.config
+    config = adapter.config
     for module, target in adapter.targets.items():
         rank = config.rank_of(module)
         wanted: dict[str, tuple[int, ...]] = {

@@ -18,7 +18,7 @@ from rooflax.models.gguf import Header, MetadataReader, is_positive
 from rooflax.models.registry import PAGE, check_waived, gguf_families, nearest, read_config
 
 NOT_MODELS = {
-    "adapter": "an adapter (LoRA), which rooflax does not read; merge it into its base model",
+    "adapter": "an adapter, which is no model; name its base model, and give the file as `lora`",
     "mmproj": "the image or audio part of a model (mmproj); name the model's own file",
     "imatrix": "an importance matrix and no model",
     "vocab": "a vocabulary without weights",

@@ -10,7 +10,7 @@ import contextlib
 import errno
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,8 +73,6 @@ def save_gguf(
         CheckpointError: a weight is too large for the type.
         OSError: the disk is full or not writable; what was there before stays.
     """
-    from gguf import GGUFWriter
-
     if kind not in FILE_TYPES:
         raise RequestError(f"gguf is {kind!r}; a file is written as {', '.join(FILE_TYPES)}.")
     if info.folder is None:
@@ -87,6 +85,31 @@ def save_gguf(
         )
     path = Path(path).resolve()
     metadata, tensors, notes = _header(info, path, kind)
+    write_gguf(path, metadata, tensors, _written(info, check), info.name)
+    return notes
+
+
+def write_gguf(
+    path: str | os.PathLike[str],
+    metadata: Metadata,
+    tensors: Mapping[str, TensorInfo],
+    arrays: Iterable[tuple[str, np.ndarray]],
+    model: str,
+) -> None:
+    """Writes a file whole or not at all, one tensor in memory at a time.
+
+    Args:
+        tensors: their types and shapes, in the file's order.
+        arrays: the same by name, float32 or bfloat16.
+        model: its name, for errors.
+
+    Raises:
+        CheckpointError: a number is too large for its type.
+        OSError: the disk is full or not writable; what was there before stays.
+    """
+    from gguf import GGUFWriter
+
+    path = Path(path).resolve()
     new = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     writer = GGUFWriter(new, metadata["general.architecture"])
     try:
@@ -100,11 +123,9 @@ def save_gguf(
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        written = _written(info, check)
-        for name, tensor in tensors.items():
-            written_name, array = next(written)
+        for (name, tensor), (written_name, array) in zip(tensors.items(), arrays, strict=True):
             assert (written_name, array.shape) == (name, tensor.shape)
-            _check_range(info.name, name, array, tensor.dtype)
+            _check_range(model, name, array, tensor.dtype)
             writer.write_tensor_data(_encoded(array, tensor.dtype))
         writer.close()
         with open(new, "rb") as file:
@@ -117,7 +138,6 @@ def save_gguf(
         if isinstance(error, OSError) and error.errno is None:  # numpy's, of a short write
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from None
         raise
-    return notes
 
 
 def _name(info: ModelInfo) -> str:
@@ -160,7 +180,7 @@ def _header(
     if info.pooling:
         metadata |= gguf_pooling_metadata(info.pooling, metadata["general.architecture"])
         dense = _dense(info).items()
-        tensors |= {name: _stored_as(array.shape, kind) for name, array in dense}
+        tensors |= {name: stored_as(array.shape, kind) for name, array in dense}
         notes += ["the file has no prompts"] if any(info.pooling.prompts.values()) else []
     check_metadata(HeaderOnly(path, metadata, tensors, factors), raw["model_type"], config)
     return metadata, tensors, otherwise(raw["model_type"], config) + notes
@@ -212,15 +232,15 @@ def _stored_shapes(
 def _tensor_info(slot: Slot, config: Decoder, name: str, shape: Shape, kind: str) -> TensorInfo:
     is_matrix = len(shape) > 1 and (is_matmul(slot, config) or slot.key in TABLES)
     if not is_matrix or any(part in name for part in FLOAT32):
-        return _stored_as(shape, "F32")
+        return stored_as(shape, "F32")
     experts = config.moe.num_experts if config.moe else 0
     head = is_head(slot, config)
-    return _stored_as(
+    return stored_as(
         shape, recipe_type(kind, name, config.num_layers, is_head=head, experts=experts)
     )
 
 
-def _stored_as(shape: Shape, kind: str) -> TensorInfo:
+def stored_as(shape: Shape, kind: str) -> TensorInfo:
     """A tensor of a type, or of another where its inputs do not divide into blocks."""
     from gguf import GGML_QUANT_SIZES
 

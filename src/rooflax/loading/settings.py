@@ -66,7 +66,7 @@ class EngineSettings(TypedDict, total=False):
     revision: Annotated[str | None, _finding(
         Text(), "branch, tag or commit of a hub id", metavar="REF")]
     lora: Annotated[str | Path | None, _finding(
-        Text(), "a LoRA adapter for the model: PEFT's folder, with adapter_model.safetensors",
+        Text(), "a LoRA adapter for the model: PEFT's folder, or llama.cpp's .gguf file",
         metavar="DIR")]
     offline: Annotated[bool, _finding(
         Flag(), "use downloaded models only", default=False, flags=("--offline",))]
@@ -94,7 +94,8 @@ class ServingSettings(EngineSettings, total=False):
         shown_default="enough for all, or what half of the free memory holds")]
     loras: Annotated[Sequence[str], _finding(
         Several(Text()), "a LoRA adapter that requests choose by NAME as their model: PEFT's "
-        "folder", default=(), flags=("--lora", "--lora-modules"), metavar="NAME=DIR")]
+        "folder or a .gguf file", default=(), flags=("--lora", "--lora-modules"),
+        metavar="NAME=DIR")]
     max_loras: Annotated[int | None, _finding(
         Whole(1, 64), "most adapters; without --lora, of all linear layers",
         shown_default="as many as are given", metavar="N")]

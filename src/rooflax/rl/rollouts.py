@@ -22,6 +22,7 @@ from rooflax.models.adapters import adapted
 from rooflax.models.model import Model
 from rooflax.rl.grpo import GrpoBatch, advantages, grpo_loss
 from rooflax.rl.rewards import Reward
+from rooflax.rl.samples import encode_question
 from rooflax.train.adapters import LoraTraining
 from rooflax.train.config import TrainConfig
 from rooflax.train.corpus import Prompt
@@ -196,12 +197,10 @@ class Rollouts:
 
     def _encode(self, row: Prompt) -> list[int]:
         try:
-            if not isinstance(row.prompt, str):
-                ids = self.llm.encode_chat(row.prompt, tools=row.tools)
-            elif self.llm.tokenizer.chat_template is not None:
-                ids = self.llm.encode_chat([{"role": "user", "content": row.prompt}])
+            if isinstance(row.prompt, str):
+                ids = encode_question(self.llm, row.prompt)
             else:
-                ids = self.llm.encode(row.prompt)
+                ids = self.llm.encode_chat(row.prompt, tools=row.tools)
         except RequestError as error:
             raise RequestError(f"{row.where}: {str(error).rstrip('.')}.") from None
         room = self.config.seq_len + 1 - self.config.max_completion_length

@@ -127,8 +127,14 @@ async def load_lora(service: Service, request: Request, body: Any) -> Response:
     folder = None
     with suppress(OSError, ValueError):  # a name that no file can have
         folder = (root / path).resolve()
-    if folder is None or not folder.is_relative_to(root) or not folder.is_dir():
-        raise ApiError("lora_path is no folder inside --allow-lora-loading.", param="lora_path")
+    is_there = folder is not None and (
+        folder.is_dir() or (folder.suffix == ".gguf" and folder.is_file())
+    )
+    if folder is None or not is_there or not folder.is_relative_to(root):
+        raise ApiError(
+            "lora_path is no folder inside --allow-lora-loading, and no .gguf file there.",
+            param="lora_path",
+        )
     await service.ready().load_lora(name, folder)
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 

@@ -333,7 +333,7 @@ RERANK = FieldTable(
 LORA_NAME = Field("lora_name", str, "what requests call the adapter", required=True)
 LOAD_LORA = FieldTable(
     LORA_NAME,
-    Field("lora_path", str, "its folder, inside --allow-lora-loading", required=True),
+    Field("lora_path", str, "its folder or .gguf file, inside --allow-lora-loading", required=True),
 )
 UNLOAD_LORA = FieldTable(LORA_NAME)
 DETOKENIZE = FieldTable(MODEL, Field("tokens", TokenIds, "token ids", required=True))

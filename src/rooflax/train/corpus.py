@@ -7,13 +7,15 @@ on every machine. Nothing here knows tokens.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rooflax.errors import RequestError
+from rooflax.errors import RequestError, first_line
 from rooflax.files import read_regular
 
 SKIPPED_FOLDERS = frozenset({
@@ -95,6 +97,11 @@ class Prompt:
 
 
 Row = Document | Conversation | Completion | Preference
+Value = tuple[Any, str, str]
+"""A row as it was read, its name, and where it is, as errors name it."""
+HUB = "hub:"
+SPLITS = {"train": "train", "valid": "validation", "test": "test"}
+"""Of a hub's datasets, by part."""
 PARTS = ("train", "valid", "test")
 AnyRow = TypeVar("AnyRow", bound=Row | Prompt)
 
@@ -147,7 +154,7 @@ def file_documents(paths: Sequence[Path], *, field: str | None = None) -> Iterat
     """
     for path in paths:
         if path.suffix == ".jsonl":
-            yield from _jsonl_rows(path, field)
+            yield from documents(jsonl_values(path), field=field)
         elif text := _read(path):
             yield Document(path.name, text)
 
@@ -162,14 +169,19 @@ def file_prompts(paths: Sequence[Path]) -> Iterator[Prompt]:
     for path in paths:
         if path.suffix != ".jsonl":
             raise RequestError(f"{path} is no .jsonl file; prompts are the lines of those.")
-        for value, name, where in _jsonl_values(path):
-            if not isinstance(value, dict) or "prompt" not in value:
-                raise RequestError(f"{where} is not a JSON object with a prompt.")
-            prompt = value["prompt"]
-            if not isinstance(prompt, str):
-                prompt = _messages(value, "prompt", where)
-            columns = {key: each for key, each in value.items() if key not in ("prompt", "tools")}
-            yield Prompt(name, where, prompt, columns, _tools(value, where))
+        yield from prompts(jsonl_values(path))
+
+
+def prompts(values: Iterable[Value]) -> Iterator[Prompt]:
+    """`file_prompts` of rows that are read already."""
+    for value, name, where in values:
+        if not isinstance(value, dict) or "prompt" not in value:
+            raise RequestError(f"{where} is not a JSON object with a prompt.")
+        prompt = value["prompt"]
+        if not isinstance(prompt, str):
+            prompt = _messages(value, "prompt", where)
+        columns = {key: each for key, each in value.items() if key not in ("prompt", "tools")}
+        yield Prompt(name, where, prompt, columns, _tools(value, where))
 
 
 def is_held_out(name: str, fraction: float = HELD_OUT_FRACTION) -> bool:
@@ -209,9 +221,12 @@ def _read(path: Path) -> str:
         raise RequestError(f"{path} is not UTF-8; convert it first.") from None
 
 
-def _jsonl_values(path: Path) -> Iterator[tuple[Any, str, str]]:
-    """Of each line that is not empty its value, None where it is not JSON, its name and where it
-    is."""
+def jsonl_values(path: Path) -> Iterator[Value]:
+    """The lines of a file that are not empty; a value is None where it is not JSON.
+
+    Raises:
+        RequestError: the file is missing or not UTF-8.
+    """
     for number, line in enumerate(_read(path).split("\n"), start=1):
         if not line.strip():
             continue
@@ -222,8 +237,41 @@ def _jsonl_values(path: Path) -> Iterator[tuple[Any, str, str]]:
         yield value, f"{path.name}:{number}", f"line {number} of {path}"
 
 
-def _jsonl_rows(path: Path, field: str | None) -> Iterator[Row]:
-    for value, name, where in _jsonl_values(path):
+def hub_values(spec: str) -> dict[str, Iterator[Value]]:
+    """The rows of a hub's dataset by part; those of a split that is named are "train".
+
+    Args:
+        spec: "hub:OWNER/NAME", with "/CONFIG" where there are several, and ":SPLIT".
+
+    Raises:
+        RequestError: the `datasets` package is missing, or does not load it.
+    """
+    path, _, split = spec.removeprefix(HUB).partition(":")
+    named = re.fullmatch(r"([^/]+/[^/]+)(?:/([^/]+))?", path)
+    if named is None:
+        raise RequestError(f"{spec:.80} is not {HUB}OWNER/NAME, with /CONFIG and :SPLIT perhaps.")
+    try:
+        module = importlib.import_module("datasets")
+    except ImportError:
+        raise RequestError(
+            f"{spec:.80} needs the package datasets; say `pip install 'rooflax[datasets]'`."
+        ) from None
+    try:
+        found = module.load_dataset(named[1], named[2], split=split or None)
+    except Exception as error:
+        raise RequestError(f"{spec:.80} is not loaded: {first_line(error).rstrip('.')}.") from None
+    splits = {"train": found} if split else {part: found.get(of) for part, of in SPLITS.items()}
+
+    def values(rows: Iterable[Any]) -> Iterator[Value]:
+        for number, row in enumerate(rows):
+            yield row, f"{spec}:{number}", f"row {number} of {spec}"
+
+    return {part: values(rows) for part, rows in splits.items() if rows is not None}
+
+
+def documents(values: Iterable[Value], *, field: str | None = None) -> Iterator[Row]:
+    """`file_documents` of rows that are read already."""
+    for value, name, where in values:
         row = _row(value, name, where, field) if isinstance(value, dict) else None
         if row is None:
             wanted = f"a string under {field or 'text'!r}"

@@ -100,16 +100,25 @@ class PackedBatch(NamedTuple):
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 
-def separator_of(tokenizer: Any) -> int | None:
+def separator_of(tokenizer: Any) -> int:
     """The id to put between documents.
 
     It is of a token that ends texts and no turn of a chat, else the end-of-sequence token.
 
     Args:
         tokenizer: a `loading.tokenizer.Tokenizer`.
+
+    Raises:
+        RequestError: there is neither.
     """
     found = (tokenizer.token_to_id(name) for name in SEPARATORS)
-    return next((token for token in found if token is not None), tokenizer.eos_id)
+    separator = next((token for token in found if token is not None), tokenizer.eos_id)
+    if separator is None:
+        raise RequestError(
+            f"the tokenizer in {tokenizer.folder} has no end-of-sequence token to put "
+            f"between documents; name one as eos_token in its tokenizer_config.json."
+        )
+    return separator
 
 
 def encode_texts(texts: Iterable[str], tokenizer: Any, separator: int) -> Iterator[Encoded]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,16 @@ class TrainLog:
     Args:
         path: the file.
         position: bytes to keep of it; what stands after them was never checkpointed.
+        also: takes each line that is written.
 
     Raises:
         CheckpointError: the file is shorter than that.
     """
 
-    def __init__(self, path: Path, position: int = 0):
+    def __init__(
+        self, path: Path, position: int = 0, also: Callable[[dict[str, Any]], None] | None = None
+    ):
+        self._also = also
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "ab")  # noqa: SIM115
         size = os.fstat(self._file.fileno()).st_size
@@ -42,6 +46,8 @@ class TrainLog:
     def write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line).encode() + b"\n")
         self._file.flush()
+        if self._also is not None:
+            self._also(line)
 
     def position(self) -> int:
         """Bytes written so far, all of them on disk."""

@@ -22,7 +22,7 @@ import numpy as np
 from rooflax.errors import CheckpointError, EngineError, RequestError
 from rooflax.files import only_writer
 from rooflax.loading.adapter_config import AdapterConfig
-from rooflax.models.adapters import LowRank
+from rooflax.models.adapters import LowRank, adapted
 from rooflax.models.model import Model
 from rooflax.models.registry import family
 from rooflax.nn.layers import unstack_layers
@@ -64,6 +64,10 @@ from rooflax.train.step import (
 
 CPU_TOKENS = 1024
 """Of a micro-batch on CPU: as fast as more, in less memory."""
+SCREEN = 79
+"""Characters of a sample's line."""
+Sampler = Callable[[Model], list[tuple[str, str]]]
+"""The model's answers to some prompts, each with its prompt."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +159,8 @@ def run_training(
     progress: bool | None = None,
     say: Callable[[str], None] | None = None,
     keeps_model: bool = True,
+    sampler: Sampler | None = None,
+    track: Callable[[dict[str, Any]], None] | None = None,
 ) -> TrainResult:
     """Trains a model, resuming from the folder's newest checkpoint if there is one.
 
@@ -171,6 +177,9 @@ def run_training(
         say: takes a line whenever there is something to know: where a run goes on, held-out losses.
         keeps_model: False gives the model's arrays up once they are copied, if all of them are
             trained: their memory is free then, and the model cannot be used any more.
+        sampler: takes the model whenever held-out losses are due, and at the end; its prompts and
+            answers go into the log.
+        track: takes each line of the log.
 
     Raises:
         RequestError: settings that do not fit the corpus, the model or the checkpoint; or another
@@ -181,7 +190,7 @@ def run_training(
     check_not_forked()
     check_trainable(model, config)
     with only_writer(folder, folder / ".run.lock", makes_folders=True):
-        run = _Run(model, config, training, held_out, test, folder, say, rollouts)
+        run = _Run(model, config, training, held_out, test, folder, say, rollouts, sampler, track)
         if not keeps_model and run.lora is None and rollouts is None:
             for leaf in jax.tree.leaves((model.weights, run.model.weights)):
                 leaf.delete()
@@ -267,13 +276,15 @@ class _Run:
         folder: Path,
         say: Callable[[str], None] | None,
         rollouts: Rollouts | None,
+        sampler: Sampler | None,
+        track: Callable[[dict[str, Any]], None] | None,
     ):
         check_seq_len(config, model.max_model_len)
         if training is not None:
             config = resolved(config, training)
             _check_ids(model, training, "corpus")
         self.config, self.folder, self.held_out = config, folder, held_out
-        self._say, self.rollouts = say, rollouts
+        self._say, self.rollouts, self.sampler = say, rollouts, sampler
         watches = held_out is not None or (rollouts is not None and rollouts.has_held_out)
         if (config.patience or config.save_best) and not watches:
             raise RequestError("`patience` and `save_best` need held-out rows, and there are none.")
@@ -302,7 +313,7 @@ class _Run:
         self.step = int(self.state.step)
         if config.train_mode == DPO:
             self.take_reference(is_resumed=position > 0)
-        self.log = TrainLog(folder / "log.jsonl", position)
+        self.log = TrainLog(folder / "log.jsonl", position, track)
         try:
             lines = read_log(folder / "log.jsonl")
         except CheckpointError:
@@ -403,6 +414,7 @@ class _Run:
         with contextlib.closing(self.log), stop_asked() as stop, self.bar(progress) as bar:
             if self.step == 0 and self.config.eval_every:
                 self.watch()
+                self.sample()
             self.began = time.perf_counter()
             while self.step < num_steps and not self.has_lost_patience and not stop():
                 self.advance(bar)
@@ -412,6 +424,8 @@ class _Run:
                 self.watch()
             self.save()
             self.take_best(interrupted)
+            if not interrupted and not was_complete:
+                self.sample()
             held_out_loss = test_loss = None
             held_out: dict[str, float] = {}
             if not interrupted:
@@ -432,6 +446,7 @@ class _Run:
         if self._due(self.config.eval_every):
             self.settle(bar)
             self.watch()
+            self.sample()
         if self._due(self.config.checkpoint_every):
             self.settle(bar)
             self.save()
@@ -493,6 +508,23 @@ class _Run:
         self.say(f"step {self.step:,}: {training}held-out loss {loss:.4f} ({said}){further}")
         if is_best and self.config.save_best:
             save_checkpoint(self.folder / "best", self.weights_alone(), {}, keep=1)
+
+    def sample(self) -> None:
+        """Answers to stated prompts: whole in the log, their beginnings on the screen."""
+        if self.sampler is None:
+            return
+        found = self.sampler(self.trained_model())
+        samples = [{"prompt": prompt, "text": text} for prompt, text in found]
+        self.log.write({"step": self.step, "samples": samples})
+        for prompt, text in found:
+            asked, answered = (json.dumps(each, ensure_ascii=False) for each in (prompt, text))
+            self.say(shortened(f"  {shortened(asked, SCREEN // 3)}: {answered}", SCREEN))
+
+    def trained_model(self) -> Model:
+        """The model as it is now, layers as the run has them."""
+        if self.lora is None:
+            return replace(self.model, weights=self.state.weights)
+        return adapted(self.model, self.lora.adapters(self.state.weights))
 
     def best(self) -> dict[str, Any]:
         return best_held_out(self.held_out_lines) or {"step": self.step}
@@ -627,6 +659,10 @@ def check_seq_len(config: TrainConfig, most: int) -> None:
         raise RequestError(
             f"seq_len is {config.seq_len}, but the model takes {most} tokens; choose at most that."
         )
+
+
+def shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _check_ids(model: Model, corpus: Corpus, called: str) -> None:

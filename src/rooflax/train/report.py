@@ -24,6 +24,7 @@ PAGE = """<!doctype html>
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 900px; margin: 0 auto; padding: 20px; }}
 svg {{ display: block; width: 100%; height: auto; font-size: 12px; }}
 td, th {{ padding: 2px 16px 2px 0; text-align: left; font-variant-numeric: tabular-nums; }}
+td {{ white-space: pre-wrap; vertical-align: top; overflow-wrap: anywhere; }}
 .training {{ stroke: #4878a8; color: #4878a8; }} .held-out {{ stroke: #c44e52; color: #c44e52; }}
 </style>
 </head>
@@ -38,6 +39,7 @@ td, th {{ padding: 2px 16px 2px 0; text-align: left; font-variant-numeric: tabul
 {further}
 <h2>Held out</h2>
 {held_out}
+{samples}
 <h2>Settings</h2>
 {settings}
 </body>
@@ -77,6 +79,12 @@ def report(lines: Sequence[dict[str, Any]], name: str) -> str:
         (f"{line['step']:,}", f"{line['held_out_loss']:.4f}", "all rows" if line["whole"] else "")
         for line in held_out
     ]
+    samples = [
+        (f"{line['step']:,}", each["prompt"], each["text"])
+        for line in lines
+        for each in line.get("samples", ())
+    ]
+    answers = f"<h2>Samples</h2>\n{_table(('step', 'prompt', 'answer'), samples)}"
     return PAGE.format(
         title=html.escape(f"Training run {name}"),
         summary=summary,
@@ -85,6 +93,7 @@ def report(lines: Sequence[dict[str, Any]], name: str) -> str:
         further="\n".join(further),
         rate=_plot({"training": _curve(steps, "lr")}),
         held_out=_table(("step", "loss", ""), rows),
+        samples=answers if samples else "",
         settings=_table(("setting", "value"), [*settings[-1].items()] if settings else []),
     )
 

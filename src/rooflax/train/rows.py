@@ -94,7 +94,7 @@ def encode_pairs(
     for row in rows:
         if not isinstance(row, Preference):
             raise RequestError(
-                f"{_where(row)} has no chosen and rejected answer, which `train_mode` dpo and orpo "
+                f"{where(row)} has no chosen and rejected answer, which `train_mode` dpo and orpo "
                 f"learn from."
             )
         both += row.chosen, row.rejected
@@ -115,16 +115,16 @@ def _encoded(
     """Tokens of rows, in their order; None of one that is cut to nothing."""
 
     def encoded(row: Row) -> tuple[Row, list[int], list[bool] | None]:
-        return row, *_encode(row, tokenizer, separator, config)
+        return row, *encode_row(row, tokenizer, separator, config)
 
     with ThreadPoolExecutor(THREADS) as pool:
         for first in range(0, len(rows), WRITTEN_AT_ONCE):
             for row, ids, trained in pool.map(encoded, rows[first : first + WRITTEN_AT_ONCE]):
                 if len(ids) < 2:
-                    raise RequestError(f"{_where(row)} has nothing to train on: it is empty.")
+                    raise RequestError(f"{where(row)} has nothing to train on: it is empty.")
                 if trained is not None and not any(trained[1:]):
                     raise RequestError(
-                        f"{_where(row)} has nothing to train on: no answer of the assistant is "
+                        f"{where(row)} has nothing to train on: no answer of the assistant is "
                         f"{'the last message' if config.mask_prompt else 'among its messages'}."
                     )
                 if len(ids) > seq_len + 1:
@@ -145,19 +145,25 @@ def _cut(
 ) -> tuple[list[int], list[bool] | None]:
     if config.truncation == "reject":
         raise RequestError(
-            f"{_where(row)} has {len(ids)} tokens, but rows of --seq-len {seq_len} hold "
+            f"{where(row)} has {len(ids)} tokens, but rows of --seq-len {seq_len} hold "
             f"{seq_len + 1}; raise --seq-len, or cut such rows with --truncation cut."
         )
     return ids[: seq_len + 1], None if trained is None else trained[: seq_len + 1]
 
 
-def _where(row: Row) -> str:
+def where(row: Row) -> str:
+    """The row's file and line, as errors name them."""
     return row.name if isinstance(row, Document) else row.where
 
 
-def _encode(
+def encode_row(
     row: Row, tokenizer: Tokenizer, separator: int, config: DataConfig
 ) -> tuple[list[int], list[bool] | None]:
+    """A row's tokens, and whether each is a target; None is all but the first.
+
+    Raises:
+        RequestError: it cannot be encoded, with file and line.
+    """
     try:
         if isinstance(row, Document):
             (found,) = encode_texts([row.text], tokenizer.backend, separator)
@@ -174,7 +180,7 @@ def _encode(
             row = _as_conversation(row)
         return _encode_conversation(row, tokenizer, config)
     except RequestError as error:
-        raise RequestError(f"{_where(row)}: {str(error).rstrip('.')}.") from None
+        raise RequestError(f"{where(row)}: {str(error).rstrip('.')}.") from None
 
 
 def _as_conversation(row: Completion) -> Conversation:

@@ -125,6 +125,8 @@ COMMANDS = {
             "--assistant-only-loss": ([], "plain text, which has no prompt"),
             "--truncation": (["some"], "truncation is 'some'"),
             "--dry-run": [],
+            "--sample": (["x", "--layers", "scan"], "--layers unrolled; drop it"),
+            "--report-to": (["x"], "invalid choice: 'x'"),
             "--patience": ["2"],
             "--save-best": [],
             "--save-dtype": ["float16"],
@@ -204,6 +206,13 @@ COMMANDS = {
         FINDING | CHECK | LENGTH | QUANTIZE | BUDGET | LAYERS | DEVICE | OUTPUT
         | {"--dtype": ["bfloat16"], "--file": ["TEXT"], "--stride": ["3"],
            "--max-model-len": ["12"], "--mesh": ["tensor=2"]} | PROCESSES,
+    ),
+    "eval": (
+        [TINY, "--data", "TEXT"],
+        FINDING | CHECK | QUANTIZE | BUDGET | LAYERS | DEVICE | OUTPUT | LORA
+        | {"--dtype": ["bfloat16"], "--data": ["DOCS/0.md"], "--max-model-len": ["12"],
+           "--mask-prompt": ([], "plain text has no prompt"),
+           "--assistant-only-loss": ([], "plain text has no prompt"), "--mesh": ["tensor=2"]},
     ),
     "quantize": (
         [TINY, "-q", "int4", "-o", "OUT"],

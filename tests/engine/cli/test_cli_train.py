@@ -4,9 +4,13 @@ import json
 import os
 import shutil
 import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from rooflax import LLM
 from rooflax.cli.main import main
 from rooflax.errors import RequestError
 from rooflax.loading.load import load
@@ -170,6 +174,56 @@ def test_epochs_the_best_weights_and_a_type_to_save(rooflax, data, chat):
     assert json.loads((data / "run/model/config.json").read_text())["dtype"] == "float32"
 
 
+def log_of(run):
+    return [json.loads(line) for line in Path(run, "log.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_samples_of_prompts_and_a_tracker(rooflax, data, kind, monkeypatch):
+    """With each held-out loss and at the end; no loss is another one for them."""
+    sent = []
+    module = SimpleNamespace(
+        init=lambda **_: None, finish=lambda: None, log=lambda values, step: sent.append(values)
+    )
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    monkeypatch.setenv("WANDB_DIR", "")
+    chats(data / "chats.jsonl", 20)
+    flags = (chat, "--fine-tune-type", kind, "--eval-every", 2, "--lr", 1e-3, "--seq-len", 64)
+    flags += ("--save-dtype", "float32")
+    prompts = ["Say 7.", "What does len do? " * 9]
+    asked = [word for prompt in prompts for word in ("--sample", prompt)]
+    ran = train(rooflax, *flags, *asked, "--report-to", "trackio", data="chats.jsonl")
+    assert ran.code == 0, ran.err
+    lines = log_of("run")
+    samples = {line["step"]: line["samples"] for line in lines if "samples" in line}
+    assert list(samples) == [0, 2, 4]
+    assert all([each["prompt"] for each in one] == prompts for one in samples.values())
+    trained = LLM(data / "run/model") if kind == "full" else LLM(chat, lora=data / "run/adapter")
+    for each in samples[4]:
+        ids = trained.encode_chat([{"role": "user", "content": each["prompt"]}])
+        assert trained.generate(ids, temperature=0.0, max_tokens=64)[0].text == each["text"]
+    said = [line for line in ran.err.splitlines() if line.startswith('  "')]
+    assert len(said) == 6 and max(map(len, said)) <= 79
+    assert said[0].startswith('  "Say 7.": "') and said[1].startswith('  "What does len')
+    page = (data / "run/report.html").read_text()
+    assert page.count("<td>Say 7.</td>") == 3 and "<h2>Samples</h2>" in page
+    ran = train(rooflax, *flags, data="chats.jsonl", out="plain")
+    assert ran.code == 0, ran.err
+    losses = [
+        [line["loss"] for line in each if "loss" in line] for each in (lines, log_of("plain"))
+    ]
+    assert losses[0] == losses[1] == [one["train/loss"] for one in sent if "train/loss" in one]
+    assert len([one for one in sent if "eval/loss" in one]) == 3
+
+
+def test_samples_that_cannot_be(rooflax, data):
+    ran = train(rooflax, *NEW, "--sample", "x")
+    assert ran.code == 2 and "--sample is for a MODEL with its own tokenizer" in ran.err
+    ran = train(rooflax, "--sample", "")
+    assert ran.code == 2 and "the sample '' has 0 tokens" in ran.err.splitlines()[-1]
+    assert not (data / "run/log.jsonl").exists()
+
+
 def test_jsonl_and_a_given_tokenizer(rooflax, data):
     lines = [json.dumps({"body": f"text number {i} " * 20}) for i in range(20)]
     (data / "texts.jsonl").write_text("\n".join(lines))
@@ -177,6 +231,18 @@ def test_jsonl_and_a_given_tokenizer(rooflax, data):
     flags = ("--config", "config.json", "--tokenizer", "run/tokenizer", "--text-field", "body")
     ran = train(rooflax, *flags, "--quiet", data="texts.jsonl", out="second")
     assert (ran.code, ran.err) == (0, "")
+
+
+def test_a_dataset_of_the_hub(rooflax, data, monkeypatch):
+    rows = [{"body": f"text number {i} " * 20} for i in range(20)]
+    splits = {"train": rows, "validation": rows[:3], "test": rows[3:5]}
+    module = SimpleNamespace(load_dataset=lambda name, config, split: splits)
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    ran = train(rooflax, *NEW, "--text-field", "body", data="hub:a/b")
+    assert ran.code == 0, ran.err
+    assert "20 documents to train on, 3 held out, 2 to test" in ran.err
+    ran = train(rooflax, *NEW, data="hub:a/b", out="other")
+    assert ran.code == 2 and "row 0 of hub:a/b is not a JSON object with messages" in ran.err
 
 
 def test_folders_of_chats_with_masks(rooflax, data, chat):
@@ -193,6 +259,9 @@ def test_folders_of_chats_with_masks(rooflax, data, chat):
     found = json.loads(ran.out)
     assert found["held_out_loss"] > 0 and found["test_loss"] > 0
     assert json.loads(train(rooflax, *flags, data="chats").out) == found
+    counted = ("--data", "chats/test.jsonl", "--assistant-only-loss", "--json")
+    (scored,) = json.loads(rooflax("eval", "run/model", *counted).out)["results"]
+    assert scored["loss"] == pytest.approx(found["test_loss"], abs=1e-5)
     (data / "chats/valid.jsonl").unlink()
     ran = train(rooflax, *flags, data="chats", out="split")
     assert ran.code == 0, ran.err
@@ -244,8 +313,9 @@ def test_rewards_end_to_end(rooflax, data, tiny):
         "--max-completion-length", 5, "--lr", 1e-3,
         "--held-out-fraction", 0.3,
     )  # fmt: skip
-    ran = train(rooflax, *flags, "--json", data="prompts.jsonl")
+    ran = train(rooflax, *flags, "--json", "--sample", "f0", data="prompts.jsonl")
     assert ran.code == 0, ran.err
+    assert [line["step"] for line in log_of("run") if "samples" in line] == [0, 4]
     found = json.loads(ran.out)
     assert found["held_out_loss"] == -found["reward"] > 0
     (said,) = [line for line in ran.err.splitlines() if "sampler and trainer differed" in line]

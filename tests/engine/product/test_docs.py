@@ -88,7 +88,9 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     prompts = ('{"prompt": "import "}', '{"prompt": "class "}')
     questions = [json.dumps({"messages": [{"role": "user", "content": "What does len do?"}]})]
     texts = [json.dumps({"text": "def add(a, b):\n    return a + b\n" * 40})] * 40
-    for name, lines in (("prompts", prompts), ("questions", questions), ("texts", texts)):
+    choices = ['{"question": "1 + 1?", "choices": ["2", "3"], "answer": 0}']
+    files = {"prompts": prompts, "questions": questions, "choices": choices, "texts": texts}
+    for name, lines in files.items():
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     (tmp_path / "notes.txt").write_text("A note about the roofline. " * 20)
     (tmp_path / "src").mkdir()
@@ -164,7 +166,7 @@ def test_files_and_links_exist(page: str) -> None:
 def test_every_model_in_a_command_has_a_name_that_can_be_found(page: str) -> None:
     """A preset, a hub id with its owner, a folder, a GGUF file or a placeholder: "gpt2" is none."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    verbs = "generate|chat|bench serve|bench|inspect|train|quantize|verify|perplexity"
+    verbs = "generate|chat|bench serve|bench|inspect|train|quantize|verify|perplexity|eval"
     for name in re.findall(rf"\brooflax (?:{verbs}) (?!serve\b)([^-\s`|#)][^\s`|)]*)", text):
         assert NAMED.match(name), f"{page} names the model {name!r}"
 

@@ -124,6 +124,7 @@ COMMANDS = {
     "inspect": ["MODEL"],
     "verify": ["MODEL", "-n", "2"],
     "perplexity": ["MODEL", *SMALL],
+    "eval": ["MODEL", "--data", "texts.jsonl", *SMALL],
     "embed": ["EMBEDDING", "-p", "x", "--output", "OUT"],
     "rerank": ["RERANKER", "--query", "x", "-d", "y"],
     "quantize": ["MODEL", "-q", "int8", "-o", "OUT"],

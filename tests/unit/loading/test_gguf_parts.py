@@ -227,7 +227,7 @@ def test_a_folder_with_several_models_names_them(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("adapter", r"an adapter \(LoRA\), which rooflax does not read; merge it"),
+        ("adapter", "an adapter, which is no model; name its base model, and give the file as"),
         ("mmproj", "the image or audio part of a model"),
         ("imatrix", "an importance matrix"),
         ("vocab", "a vocabulary without weights"),

@@ -2,7 +2,9 @@
 
 import json
 import os
+import sys
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,10 +16,13 @@ from rooflax.train.corpus import (
     Preference,
     Prompt,
     dataset_files,
+    documents,
     file_documents,
     file_prompts,
     folder_documents,
+    hub_values,
     is_held_out,
+    prompts,
     split_held_out,
 )
 
@@ -292,3 +297,54 @@ def test_prompts_keep_their_other_columns(tmp_path):
             list(file_prompts([path]))
     with pytest.raises(RequestError, match=r"a\.txt is no \.jsonl file"):
         list(file_prompts([tmp_path / "a.txt"]))
+
+
+def stand_in(monkeypatch, splits):
+    """A `datasets` package that has one data set; what it was asked for."""
+    asked = []
+
+    def load_dataset(name, config, split=None):
+        asked.append((name, config, split))
+        if config == "none":
+            raise ValueError("no such config.\nSee the hub.")
+        return splits[split] if split else splits
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    return asked
+
+
+def test_splits_of_the_hub_are_parts(monkeypatch):
+    rows = [{"text": f"text {number}"} for number in range(4)]
+    asked = stand_in(monkeypatch, {"train": rows, "validation": rows[:1], "extra": rows})
+    found = {part: list(documents(rows)) for part, rows in hub_values("hub:a/b").items()}
+    assert {part: len(rows) for part, rows in found.items()} == {"train": 4, "valid": 1}
+    assert found["train"][2] == Document("hub:a/b:2", "text 2")
+    (only,) = hub_values("hub:a/b/c:extra").items()
+    assert only[0] == "train" and [value for value, *_ in only[1]] == rows
+    assert asked == [("a/b", None, None), ("a/b", "c", "extra")]
+
+
+def test_rows_of_the_hub_are_named_in_errors(monkeypatch):
+    stand_in(monkeypatch, {"train": [{"text": "x"}, {"body": "y"}], "test": [{"answer": 1}]})
+    parts = hub_values("hub:a/b")
+    with pytest.raises(RequestError, match="^row 1 of hub:a/b is not a JSON object with messages"):
+        list(documents(parts["train"]))
+    with pytest.raises(RequestError, match="^row 0 of hub:a/b is not a JSON object with a prompt"):
+        list(prompts(parts["test"]))
+
+
+@pytest.mark.parametrize("spec", ["hub:", "hub:a", "hub:a/", "hub:a/b/c/d", "hub:/b"])
+def test_names_that_no_dataset_has(monkeypatch, spec):
+    asked = stand_in(monkeypatch, {})
+    with pytest.raises(RequestError, match="is not hub:OWNER/NAME"):
+        hub_values(spec)
+    assert asked == []
+
+
+def test_a_dataset_that_does_not_load(monkeypatch):
+    stand_in(monkeypatch, {})
+    with pytest.raises(RequestError, match=r"^hub:a/b/none is not loaded: no such config\.$"):
+        hub_values("hub:a/b/none")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(RequestError, match=r"pip install 'rooflax\[datasets\]'"):
+        hub_values("hub:a/b")

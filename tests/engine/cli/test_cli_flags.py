@@ -135,6 +135,7 @@ COMMANDS = {
             "--dtype": ["bfloat16"],
             "--remat": ["dots"],
             "--layers": ["scan"],
+            "--mesh": ["data=2"],
             "--eval-every": ["1"],
             "--eval-batches": ["2"],
             "--checkpoint-every": ["5"],

@@ -93,11 +93,11 @@ TRAINED = ("llama_gqa", {"lora_rank": 4, "lora_alpha": 6.0, "learning_rate": 3e-
 """Whose losses of so many steps PEFT and torch's AdamW say, and settings of TrainConfig."""
 
 
-def train_config():
+def train_config(kind: str = "lora"):
     from rooflax.train.config import TrainConfig
 
     return TrainConfig(
-        steps=STEPS, batch_size=ROWS, seq_len=TOKENS, fine_tune_type="lora", weight_decay=0.1,
+        steps=STEPS, batch_size=ROWS, seq_len=TOKENS, fine_tune_type=kind, weight_decay=0.1,
         **TRAINED[1],
     )  # fmt: skip
 
@@ -108,7 +108,10 @@ def batches() -> np.ndarray:
     return np.random.RandomState(7).randint(0, goldens.VOCAB, shape).astype(np.int32)
 
 
-def peft_losses(start) -> list[float]:
+KINDS = ("lora", "dora")
+
+
+def peft_losses(kind: str, start) -> list[float]:
     """The losses of PEFT.
 
     Args:
@@ -118,14 +121,15 @@ def peft_losses(start) -> list[float]:
 
     from rooflax.train.step import learning_rate
 
-    config = train_config()
-    arguments = {"target_modules": "all-linear", "r": config.lora_rank}
+    config = train_config(kind)
+    arguments = {"target_modules": "all-linear", "r": config.lora_rank, "use_dora": kind == "dora"}
     model = peft_model(TRAINED[0], arguments | {"lora_alpha": config.lora_alpha}).train()
     for name, parameter in model.named_parameters():
-        module, lora, kind = name.partition(".lora_")
+        module, lora, part = name.partition(".lora_")
         if lora:
-            own = start[module.removeprefix("base_model.model.")][kind[0].lower()]
-            parameter.data = torch.tensor(np.asarray(own))
+            own = start[module.removeprefix("base_model.model.")]
+            name = {"A": "a", "B": "b", "m": "magnitude"}[part[0]]
+            parameter.data = torch.tensor(np.asarray(own[name]))
     trained = [p for n, p in model.named_parameters() if "lora_" in n]
     betas, rate = (config.beta1, config.beta2), learning_rate(config)
     optimizer = torch.optim.AdamW(trained, betas=betas, weight_decay=config.weight_decay)
@@ -143,11 +147,11 @@ def peft_losses(start) -> list[float]:
     return found
 
 
-def committed_losses() -> list[float]:
-    return json.loads((FOLDER / "losses.json").read_text())
+def committed_losses(kind: str) -> list[float]:
+    return json.loads((FOLDER / "losses.json").read_text())[kind]
 
 
-def started():
+def started(kind: str = "lora"):
     """The base model and what trains its adapter."""
     from rooflax.loading.load import load
     from rooflax.train.adapters import LoraTraining
@@ -156,14 +160,14 @@ def started():
         variant = TRAINED[0]
         path = goldens.write_checkpoint(Path(folder) / variant, variant, goldens.committed(variant))
         model = load(path)
-    return model, LoraTraining(model, train_config())
+    return model, LoraTraining(model, train_config(kind))
 
 
 def main() -> None:
     import torch
 
     FOLDER.mkdir(exist_ok=True)
-    losses = peft_losses(started()[1].start())
+    losses = {kind: peft_losses(kind, started(kind)[1].start()) for kind in KINDS}
     (FOLDER / "losses.json").write_text(json.dumps(losses) + "\n")
     for name, (variant, arguments) in CASES.items():
         model = peft_model(variant, arguments)

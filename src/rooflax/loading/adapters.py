@@ -320,7 +320,10 @@ def save_adapter(
     written = []
     for module, part in adapters.items():
         path = f"{PREFIX}{module}"
-        for kind, array in ((A, part.a), (B, part.b)):
+        arrays = {A: part.a, B: part.b}
+        if part.magnitude is not None:
+            arrays[MAGNITUDE] = part.magnitude
+        for kind, array in arrays.items():
             factor, stored = np.asarray(array, np.float32), f"{path}.{kind}"
             written.append(TensorToWrite(stored, "F32", factor.shape, lambda factor=factor: factor))
     write_safetensors(folder / WEIGHTS, written, {"format": "pt"})

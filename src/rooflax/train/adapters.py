@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,17 +18,16 @@ from jaxtyping import Array, Int
 
 from rooflax.errors import RequestError
 from rooflax.loading.adapter_config import ALL_LINEAR, AdapterConfig
-from rooflax.models.adapters import LowRank, Target, adapted_weights, targets
+from rooflax.models.adapters import LowRank, Target, adapted_weights, output_order, targets
 from rooflax.models.model import Model
 from rooflax.nn.storage import is_head, is_matmul, matmul_shape
 from rooflax.ops.linear.adapted import Adapted, Dropout
-from rooflax.ops.linear.frozen import Frozen
+from rooflax.ops.linear.frozen import Frozen, lengths
 from rooflax.ops.weights import Operand
 from rooflax.train.config import TrainConfig
 
-LORA = "lora"
 Matrices = dict[str, dict[str, Array]]
-"""By module: "a" [rank, in] and "b" [out, rank]."""
+"""By module: "a" [rank, in], "b" [out, rank], and with DoRA "magnitude" [out]."""
 ROUTER = "router"
 
 
@@ -50,10 +49,11 @@ class LoraTraining:
         self.dropout = config.lora_dropout
         self.config, self.targets = resolved(model, config)
         _check_stacks(model)
-        self._seed = config.seed
+        self._seed, self._base = config.seed, model
 
     def start(self) -> Matrices:
-        """The matrices before the first step: A uniform within 1 / sqrt(in), B zero, as in PEFT."""
+        """The matrices before the first step: A uniform within 1 / sqrt(in), B zero, magnitudes the
+        lengths of the base's weights, as in PEFT."""
         found: Matrices = {}
         for module, target in self.targets.items():
             random = np.random.default_rng([self._seed, zlib.crc32(module.encode())])
@@ -61,12 +61,46 @@ class LoraTraining:
             a = random.uniform(-bound, bound, (rank, target.inputs)).astype(np.float32)
             b = np.zeros((target.outputs, rank), np.float32)
             found[module] = {"a": jnp.asarray(a), "b": jnp.asarray(b)}
+        if self.config.use_dora:
+            for module, length in self._base_lengths():
+                found[module]["magnitude"] = length
         return found
+
+    def _base_lengths(self) -> Iterator[tuple[str, Array]]:
+        """Of each module's weights, for each output."""
+        config, weights = self._base.config, frozen(self._base)
+        stacked = weights.get("stacked_layers")
+        groups = stacked or weights["layers"]
+        length = jax.jit(lengths)
+        made: dict[Any, Array] = {}
+        for module, target in self.targets.items():
+            layer, key = target.slot.layer, target.slot.key
+            if (layer, key) not in made:
+                place = weights if layer is None else groups[layer % len(groups)]
+                leaf = (
+                    place[key].at(layer // len(groups))
+                    if layer is not None and stacked
+                    else place[key]
+                )
+                a, b = jnp.zeros((target.inputs, 1)), jnp.zeros((1, math.prod(leaf.out_shape)))
+                made[layer, key] = length(leaf, a, b)
+            if target.is_head:
+                yield module, made[layer, key]
+                continue
+            shape = target.slot.line.in_out_shape(config.axis_sizes)[1]
+            order, sizes = output_order(target.slot.line.layout, shape)
+            in_order = jnp.zeros_like(made[layer, key]).at[order].set(made[layer, key])
+            yield module, jnp.split(in_order, np.cumsum(sizes)[:-1])[target.index]
 
     def adapters(self, matrices: Mapping[str, Mapping[str, Any]]) -> dict[str, LowRank]:
         """The matrices with their scales."""
         return {
-            module: LowRank(own["a"], own["b"], self.config.scale_of(module))
+            module: LowRank(
+                own["a"],
+                own["b"],
+                self.config.scale_of(module),
+                magnitude=own.get("magnitude"),
+            )
             for module, own in matrices.items()
         }
 
@@ -102,6 +136,7 @@ def resolved(model: Model, config: TrainConfig) -> tuple[AdapterConfig, dict[str
         target_modules=wanted,
         layers=layers,
         use_rslora=config.use_rslora,
+        use_dora=config.fine_tune_type == "dora",
         dropout=config.lora_dropout,
     )
     if not isinstance(wanted, str):

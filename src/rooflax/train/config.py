@@ -29,7 +29,7 @@ TRAIN_MODES = (SFT, DPO, ORPO, GRPO)
 PREFERENCES = (DPO, ORPO)
 """Modes of rows with a chosen and a rejected answer."""
 LOSS_TYPES = ("sigmoid", "hinge", "ipo", "robust")
-FINE_TUNE_TYPES = ("full", "lora")
+FULL, LORA, DORA = FINE_TUNE_TYPES = ("full", "lora", "dora")
 COMPUTE_DTYPES = ("float32", "bfloat16")
 TRUNCATIONS = ("reject", "cut")
 LAYERS = ("unrolled", "scan")
@@ -155,9 +155,10 @@ class TrainConfig:
     save_dtype: Literal["bfloat16", "float32", "float16"] = _field(
         Choice(SAVE_DTYPES), "of the saved model; training and checkpoints are float32",
         default="bfloat16", metavar="TYPE")
-    fine_tune_type: Literal["full", "lora"] = _adapter(
+    fine_tune_type: Literal["full", "lora", "dora"] = _adapter(
         Choice(FINE_TUNE_TYPES), "all weights, or a LoRA adapter beside weights that stay as they "
-        "are, quantized ones too (QLoRA)", default="full", metavar="TYPE")
+        "are, quantized ones too (QLoRA); dora trains the length of each output's weights apart",
+        default=FULL, metavar="TYPE")
     lora_rank: int = _adapter(
         Whole(1, 4096), "rank", default=8, flags=("--lora-rank", "--lora-r"), metavar="N")
     lora_alpha: float = _adapter(
@@ -210,7 +211,7 @@ class TrainConfig:
             raise RequestError(f"{what} given; give one of them.")
         if (self.patience or self.save_best) and not self.eval_every:
             raise RequestError("`patience` and `save_best` need held-out losses: set `eval_every`.")
-        if self.fine_tune_type == "full":
+        if not self.trains_adapter:
             self._check_unset(ADAPTERS, "an adapter; set `fine_tune_type` to lora")
         if self.train_mode == SFT:
             self._check_unset(PAIRS, "preferences; set `train_mode` to dpo or orpo")
@@ -230,12 +231,19 @@ class TrainConfig:
             object.__setattr__(self, "beta", 0.0 if self.train_mode == GRPO else 0.1)
         if self.train_mode in PREFERENCES and not self.beta:
             raise RequestError(f"`beta` is 0, by which {self.train_mode} learns nothing.")
+        if self.train_mode == GRPO and self.fine_tune_type == DORA:
+            raise RequestError("`fine_tune_type` dora is not for `train_mode` grpo; take lora.")
         if self.train_mode == GRPO and self.mesh is not None:
             raise RequestError("`mesh` is not for `train_mode` grpo, which samples on one device.")
         parts = (self.micro_batches or 1) * self.row_parts
         self._check_divides("batch_size", self.batch_size, parts)
         if self.warmup_steps is None and self.epochs is None:
             object.__setattr__(self, "warmup_steps", self.num_steps // 10)
+
+    @property
+    def trains_adapter(self) -> bool:
+        """Whether weights stay as they are, and matrices beside them are trained."""
+        return self.fine_tune_type != FULL
 
     @property
     def mesh_sizes(self) -> dict[str, int]:

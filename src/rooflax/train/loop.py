@@ -28,7 +28,7 @@ from rooflax.models.registry import family
 from rooflax.nn.layers import unstack_layers
 from rooflax.processes import check_not_forked
 from rooflax.signals import stop_asked
-from rooflax.train.adapters import LORA, LoraTraining
+from rooflax.train.adapters import LoraTraining
 from rooflax.train.checkpoint import (
     checkpoint_name,
     list_checkpoints,
@@ -221,7 +221,7 @@ def check_trainable(model: Model, config: TrainConfig) -> None:
             f"The model is {model.family}, whose layers with state rooflax does not train; train a "
             f"model with attention alone."
         )
-    if config.fine_tune_type == LORA:
+    if config.trains_adapter:
         return
     if not all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(model.weights)):
         raise RequestError(
@@ -284,7 +284,7 @@ class _Run:
             "held-out": self._other_rows(held_out, "held-out corpus"),
             "test": self._other_rows(test, "corpus to test on"),
         }
-        self.lora = LoraTraining(self.model, config) if config.fine_tune_type == LORA else None
+        self.lora = LoraTraining(self.model, config) if config.trains_adapter else None
         self.fixed = self.model.rope if self.lora is None else self.model
         trained = self.model.weights if self.lora is None else self.lora.start()
         self.devices = ONE_DEVICE

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from rooflax.models.model import Model
 from rooflax.nn.host_memory import rss_bytes
-from rooflax.train.adapters import LORA, LoraTraining
+from rooflax.train.adapters import LoraTraining
 from rooflax.train.config import PREFERENCES, TrainConfig
 from rooflax.train.data import PackedBatch
 from rooflax.train.devices import ONE_DEVICE, DeviceMesh
@@ -26,7 +26,7 @@ def training_memory(
     """Bytes by part, on each device: compiles the step, and runs nothing."""
     model = model.stacked() if config.layers == "scan" else model
     optimizer = make_optimizer(model.table, model.weights, config)
-    lora = LoraTraining(model, config) if config.fine_tune_type == LORA else None
+    lora = LoraTraining(model, config) if config.trains_adapter else None
     trained = model.weights if lora is None else lora.start()
     weights = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), trained)
     fixed: Any = model.rope if lora is None else model

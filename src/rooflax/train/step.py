@@ -100,7 +100,7 @@ def make_optimizer(
         b1=config.beta1,
         b2=config.beta2,
         weight_decay=config.weight_decay,
-        mask=decay_mask(table, weights) if config.fine_tune_type == "full" else None,
+        mask=None if config.trains_adapter else decay_mask(table, weights),
     )
     if config.clip_norm == 0:
         return _mixing_types(adamw)

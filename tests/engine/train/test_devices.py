@@ -33,7 +33,7 @@ def test_losses_are_those_of_one_device(found, kind):
     [
         ("full", "fsdp=4", 0.3),
         ("full", "fsdp=2,tensor=2", 0.4),  # the vocabulary, which is odd, is not split over tensor
-        ("lora", "fsdp=4", 0.3),
+        ("dora", "fsdp=4", 0.3),
     ],
 )
 def test_the_state_is_split(found, kind, mesh, share):

@@ -25,12 +25,12 @@ WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8,
 """Heads for the native kernel, which is how `data` and `fsdp` run attention."""
 KINDS: dict[str, dict[str, Any]] = {
     "full": {"micro_batches": 2},
-    "lora": {"fine_tune_type": "lora", "lora_dropout": 0.2, "layers": "scan"},
+    "dora": {"fine_tune_type": "dora", "lora_dropout": 0.2, "layers": "scan"},
     "dpo": {"train_mode": "dpo"},
 }
 MESHES = {
     "full": (None, "data=2", "fsdp=4", "tensor=2", "fsdp=2,tensor=2"),
-    "lora": (None, "fsdp=4"),
+    "dora": (None, "fsdp=4"),
     "dpo": (None, "data=2,fsdp=2"),
 }
 

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         from rooflax.loading.model_info import model_info
 
     info = model_info(args.model, **where)
-    merged = fused(info, open_adapter(args.lora, info))
+    merged = fused(info, open_adapter(args.lora, info, merges=True))
     write = _write_folder if args.gguf is None else _write_gguf
     with (
         cleanup_on_sigterm(),

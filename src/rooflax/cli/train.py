@@ -591,7 +591,13 @@ def _save_adapter(out: Path, start: _Start, result: TrainResult) -> Path:
         replace_folder(
             folder,
             lambda new: save_adapter(
-                new, adapter.matrices, adapter.config, info.family, info.config, info.name
+                new,
+                adapter.matrices,
+                adapter.config,
+                info.family,
+                info.config,
+                info.name,
+                adapter.whole,
             ),
         )
     return folder

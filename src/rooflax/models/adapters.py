@@ -147,6 +147,19 @@ def targets(name: str, config: Decoder) -> dict[str, Target]:
     return by_name
 
 
+def tables(name: str, config: Decoder) -> dict[str, Target]:
+    """Embedding and head by their modules' paths, of which a full copy may be trained beside an
+    adapter (PEFT's modules_to_save); none where they are one matrix."""
+    head = targets(name, config).get(HEAD)
+    if head is None or head.slot.key != HEAD:
+        return {}
+    prefixes: tuple[str, ...] = getattr(family(name), "HF_PREFIXES", ("model.", ""))
+    slot = next(slot for slot in config.slots() if slot.key == "embed")
+    bare = slot.hf_names[0].removesuffix(".weight").removeprefix(prefixes[0])
+    names = tuple(prefix + bare for prefix in prefixes)
+    return {HEAD: head, names[0]: replace(head, slot=slot, names=names)}
+
+
 def _is_adaptable(line: WeightLine) -> bool:
     """Whether a weight multiplies as one matrix whose inputs lie as in the checkpoint."""
     return "->" in line.axes and not line.num_stacked and _keeps_inputs(line.layout)

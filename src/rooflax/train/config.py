@@ -172,6 +172,9 @@ class TrainConfig:
     target_modules: str = _adapter(
         Text(), "linear layers to train: all-linear, or names such as q_proj,v_proj",
         default="all-linear", metavar="NAMES")
+    modules_to_save: str | None = _adapter(
+        Text(), "modules whose whole weight is trained beside the adapter: lm_head, embed_tokens",
+        metavar="NAMES")
     num_layers: int | None = _adapter(
         Whole(1), "the last layers alone", shown_default="all", metavar="N")
     train_mode: Literal["sft", "dpo", "orpo", "grpo"] = _pairs(
@@ -233,6 +236,8 @@ class TrainConfig:
             raise RequestError(f"`beta` is 0, by which {self.train_mode} learns nothing.")
         if self.train_mode == GRPO and self.fine_tune_type == DORA:
             raise RequestError("`fine_tune_type` dora is not for `train_mode` grpo; take lora.")
+        if self.train_mode == GRPO and self.modules_to_save is not None:
+            raise RequestError("`modules_to_save` is not for `train_mode` grpo; leave it out.")
         if self.train_mode == GRPO and self.mesh is not None:
             raise RequestError("`mesh` is not for `train_mode` grpo, which samples on one device.")
         parts = (self.micro_batches or 1) * self.row_parts

@@ -69,10 +69,12 @@ CPU_TOKENS = 1024
 
 @dataclass(frozen=True)
 class TrainedAdapter:
-    """What LoRA has trained: the matrices by module, and the config that PEFT needs with them."""
+    """What LoRA has trained: the matrices by module, the config that PEFT needs with them, and by
+    module the weights that were trained whole."""
 
     matrices: dict[str, LowRank]
     config: AdapterConfig
+    whole: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -604,7 +606,9 @@ class _Run:
             weights = unstack_layers(weights) if self.config.layers == "scan" else weights
             model = replace(self.model, weights=weights)
         else:
-            adapter = TrainedAdapter(self.lora.adapters(self.state.weights), self.lora.config)
+            weights = self.state.weights
+            adapters, whole = self.lora.adapters(weights), self.lora.whole(weights)
+            adapter = TrainedAdapter(adapters, self.lora.config, whole)
         bits = {} if held_out_loss is None else self.bits_per_byte(held_out_loss)
         return TrainResult(
             model=model,

@@ -158,6 +158,7 @@ COMMANDS = {
             for flag, value in {
                 "--lora-rank": ["4"], "--lora-alpha": ["4"], "--lora-dropout": ["0.5"],
                 "--use-rslora": [], "--target-modules": ["q_proj"], "--num-layers": ["1"],
+                "--modules-to-save": ["lm_head"],
             }.items()
         },
     ),

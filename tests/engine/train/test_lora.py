@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rooflax import LLM
-from rooflax.errors import CheckpointError, RequestError
+from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
 from rooflax.loading.adapters import fused, open_adapter, save_adapter
 from rooflax.loading.load import load
 from rooflax.loading.model_info import model_info
@@ -139,9 +139,10 @@ def test_only_a_and_b_are_trained_and_kept(finished):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", adapter_cases.KINDS)
+@pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path, corpora, kind):
-    config = dataclasses.replace(CONFIG, fine_tune_type=kind, lora_dropout=0.2, steps=12)
+    changes = {"lora_dropout": 0.2, "steps": 12} | adapter_cases.KINDS[kind][0]
+    config = dataclasses.replace(CONFIG, **changes)
     model = tiny.make_model()
     whole = run_training(model, config, *corpora, tmp_path / "whole")
     run_training(model, config, *corpora, tmp_path / "cut")
@@ -176,6 +177,7 @@ def test_dropout_is_by_row_whatever_the_micro_batches():
         ("lora", {}),
         ("dora", {"layers": "scan", "num_layers": 2}),
         ("dora", {"target_modules": "v_proj,down_proj,lm_head"}),
+        ("whole", {}),
     ],
 )
 def test_what_was_trained_is_what_is_saved_and_run(case, tmp_path, kind, settings):
@@ -188,13 +190,21 @@ def test_what_was_trained_is_what_is_saved_and_run(case, tmp_path, kind, setting
         state, _ = step(state, model, packed(tokens))
     info = model_info(base.folder)
     matrices = lora.adapters(state.weights)
-    save_adapter(tmp_path / "a", matrices, lora.config, info.family, info.config, "base")
+    save_adapter(
+        tmp_path / "a", matrices, lora.config, info.family, info.config, "base",
+        lora.whole(state.weights),
+    )  # fmt: skip
     last = adapter_cases.batches()[-1]
     evaluate = make_eval_step(model, config, lora)
     total, count, _ = evaluate(state.weights, model, packed(last))
-    merged = fused(info, open_adapter(tmp_path / "a", info))
-    for llm in (LLM(base.folder, lora=tmp_path / "a"), LLM(merged)):
-        scores = llm.score([row.tolist() for row in last])
+    ways = [{"model": fused(info, open_adapter(tmp_path / "a", info, merges=True))}]
+    if kind == "whole":
+        with pytest.raises(UnsupportedModelError, match="modules_to_save = .*; merge the adapter"):
+            LLM(base.folder, lora=tmp_path / "a")
+    else:
+        ways.append({"model": base.folder, "lora": tmp_path / "a"})
+    for way in ways:
+        scores = LLM(**way).score([row.tolist() for row in last])
         mean = -np.concatenate(scores).mean()
         assert mean == pytest.approx(float(total) / float(count), abs=1e-5)
     said = json.loads((tmp_path / "a/adapter_config.json").read_text())
@@ -227,6 +237,23 @@ def test_targets_that_are_not_there_are_named(case):
     config = dataclasses.replace(CONFIG, target_modules="q_proj,wq")
     with pytest.raises(RequestError, match="target_modules names 'wq', and llama has .*q_proj"):
         resolved(case("llama_gqa").model, config)
+
+
+@pytest.mark.parametrize(
+    ("variant", "settings", "said"),
+    [
+        ("llama_gqa", {"modules_to_save": "score"}, "names 'score', and llama has lm_head and mod"),
+        ("llama3_tied", {"modules_to_save": "lm_head"}, "has its head tied to its embedding"),
+        (
+            "llama_gqa",
+            {"modules_to_save": "lm_head", "target_modules": "q_proj,lm_head"},
+            "target_modules and modules_to_save both name lm_head",
+        ),
+    ],
+)
+def test_whole_weights_that_are_not_there_are_named(case, variant, settings, said):
+    with pytest.raises(RequestError, match=said):
+        resolved(case(variant).model, dataclasses.replace(CONFIG, **settings))
 
 
 def test_a_run_on_another_kind_of_training_is_not_resumed(finished, corpora):

@@ -16,7 +16,7 @@ POSITIVE = ("steps", "tokens", "batch_size", "seq_len", "micro_batches",
 NOT_NEGATIVE = ("warmup_steps", "seed", "eval_every", "checkpoint_every")
 MAY_BE_NONE = ("warmup_steps", "micro_batches", "beta")
 FLAGS = ("save_best", "use_rslora")
-TEXTS = ("target_modules", "reward", "mesh")
+TEXTS = ("target_modules", "modules_to_save", "reward", "mesh")
 NUMBERS = ("learning_rate", "min_lr_ratio", "weight_decay", "clip_norm", "beta1", "beta2",
            "lora_alpha", "lora_dropout", "beta", "label_smoothing", "epsilon")  # fmt: skip
 CHOICES = ("dtype", "remat", "layers", "save_dtype", "fine_tune_type", "train_mode", "loss_type")
@@ -178,7 +178,8 @@ OTHER = {
     "checkpoint_every": 9, "keep": 7, "save_dtype": "float32", "patience": 3,
     "save_best": True,
     "fine_tune_type": "lora", "lora_rank": 4, "lora_alpha": 3.0, "lora_dropout": 0.1,
-    "use_rslora": True, "target_modules": "q_proj", "num_layers": 2,
+    "use_rslora": True, "target_modules": "q_proj", "modules_to_save": "lm_head",
+    "num_layers": 2,
     "train_mode": "orpo", "beta": 0.2, "loss_type": "ipo", "label_smoothing": 0.1,
     "reward": "b.py:f", "num_generations": 4, "max_completion_length": 9, "epsilon": 0.1,
     "num_iterations": 2,
@@ -186,7 +187,8 @@ OTHER = {
 
 
 OF_ADAPTERS = (
-    "lora_rank", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "num_layers",
+    "lora_rank", "lora_alpha", "lora_dropout", "use_rslora", "target_modules",
+    "modules_to_save", "num_layers",
 )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ from rooflax.nn.storage import is_head, is_matmul, matmul_shape
 from rooflax.ops.linear.adapted import Adapted, Dropout
 from rooflax.ops.linear.frozen import Frozen, lengths
 from rooflax.ops.weights import Operand, as_table
-from rooflax.train.config import TrainConfig
+from rooflax.train.config import DORA, TrainConfig
 
 Matrices = dict[str, dict[str, Array]]
 """By module: "a" [rank, in], "b" [out, rank], and with DoRA "magnitude" [out]; or "weight"."""
@@ -81,29 +81,23 @@ class LoraTraining:
 
     def _base_lengths(self) -> Iterator[tuple[str, Array]]:
         """Of each module's weights, for each output."""
-        config, weights = self._base.config, frozen(self._base)
+        sizes, weights = self._base.config.axis_sizes, frozen(self._base)
         stacked = weights.get("stacked_layers")
         groups = stacked or weights["layers"]
         length = jax.jit(lengths)
-        made: dict[Any, Array] = {}
         for module, target in self.targets.items():
             layer, key = target.slot.layer, target.slot.key
-            if (layer, key) not in made:
-                place = weights if layer is None else groups[layer % len(groups)]
-                leaf = (
-                    place[key].at(layer // len(groups))
-                    if layer is not None and stacked
-                    else place[key]
-                )
-                a, b = jnp.zeros((target.inputs, 1)), jnp.zeros((1, math.prod(leaf.out_shape)))
-                made[layer, key] = length(leaf, a, b)
-            if target.is_head:
-                yield module, made[layer, key]
-                continue
-            shape = target.slot.line.in_out_shape(config.axis_sizes)[1]
-            order, sizes = output_order(target.slot.line.layout, shape)
-            in_order = jnp.zeros_like(made[layer, key]).at[order].set(made[layer, key])
-            yield module, jnp.split(in_order, np.cumsum(sizes)[:-1])[target.index]
+            leaf = weights[key] if layer is None else groups[layer % len(groups)][key]
+            if layer is not None and stacked:
+                leaf = leaf.at(layer // len(groups))
+            outputs = math.prod(leaf.out_shape)
+            found = length(leaf, jnp.zeros((target.inputs, 1)), jnp.zeros((1, outputs)))
+            if not target.is_head:
+                shape = target.slot.line.in_out_shape(sizes)[1]
+                order, counts = output_order(target.slot.line.layout, shape)
+                in_order = jnp.zeros_like(found).at[order].set(found)
+                found = jnp.split(in_order, np.cumsum(counts)[:-1])[target.index]
+            yield module, found
 
     def adapters(self, matrices: Mapping[str, Mapping[str, Any]]) -> dict[str, LowRank]:
         """The matrices with their scales."""
@@ -156,7 +150,7 @@ def resolved(model: Model, config: TrainConfig) -> tuple[AdapterConfig, dict[str
         target_modules=wanted,
         layers=layers,
         use_rslora=config.use_rslora,
-        use_dora=config.fine_tune_type == "dora",
+        use_dora=config.fine_tune_type == DORA,
         dropout=config.lora_dropout,
         modules_to_save=tuple(filter(None, (config.modules_to_save or "").split(","))),
     )

@@ -39,6 +39,9 @@ CASES = {
     "fused": ("phi3", {"target_modules": "all-linear"}),
 }
 """Per case the variant of `goldens`, and arguments of LoraConfig."""
+WHOLE = {"modules_to_save": ["lm_head", "embed_tokens"]}
+MERGED = {"whole": ("llama_gqa", {"target_modules": ["q_proj", "up_proj"]} | WHOLE)}
+"""Cases that are merged only."""
 
 
 def values(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -80,9 +83,11 @@ def peft_model(variant: str, arguments: dict):
     model = goldens.reference_model(variant)
     adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **{"r": 2} | arguments))
     for name, parameter in adapted.named_parameters():
-        if "lora_" in name:
-            stored = name.replace(".default", "").replace(
-                "magnitude_vector.weight", "magnitude_vector"
+        if "lora_" in name or "modules_to_save" in name:
+            stored = (
+                name.replace(".default", "")
+                .replace("magnitude_vector.weight", "magnitude_vector")
+                .replace(".modules_to_save", "")
             )
             parameter.data = torch.tensor(values(stored, tuple(parameter.shape)))
     return adapted.eval()
@@ -93,13 +98,19 @@ TRAINED = ("llama_gqa", {"lora_rank": 4, "lora_alpha": 6.0, "learning_rate": 3e-
 """Whose losses of so many steps PEFT and torch's AdamW say, and settings of TrainConfig."""
 
 
-def train_config():
+KINDS = {
+    "lora": ({}, {}),
+    "dora": ({"fine_tune_type": "dora"}, {"use_dora": True}),
+    "whole": ({"modules_to_save": "lm_head,embed_tokens"}, WHOLE),
+}
+"""What is trained: settings of TrainConfig, and arguments of LoraConfig."""
+
+
+def train_config(kind: str = "lora"):
     from rooflax.train.config import TrainConfig
 
-    return TrainConfig(
-        steps=STEPS, batch_size=ROWS, seq_len=TOKENS, fine_tune_type="lora", weight_decay=0.1,
-        **TRAINED[1],
-    )  # fmt: skip
+    settings = {"fine_tune_type": "lora", "weight_decay": 0.1} | TRAINED[1] | KINDS[kind][0]
+    return TrainConfig(steps=STEPS, batch_size=ROWS, seq_len=TOKENS, **settings)
 
 
 def batches() -> np.ndarray:
@@ -108,7 +119,7 @@ def batches() -> np.ndarray:
     return np.random.RandomState(7).randint(0, goldens.VOCAB, shape).astype(np.int32)
 
 
-def peft_losses(start) -> list[float]:
+def peft_losses(kind: str, start) -> list[float]:
     """The losses of PEFT.
 
     Args:
@@ -118,15 +129,21 @@ def peft_losses(start) -> list[float]:
 
     from rooflax.train.step import learning_rate
 
-    config = train_config()
-    arguments = {"target_modules": "all-linear", "r": config.lora_rank}
+    config = train_config(kind)
+    arguments = {"target_modules": "all-linear", "r": config.lora_rank} | KINDS[kind][1]
     model = peft_model(TRAINED[0], arguments | {"lora_alpha": config.lora_alpha}).train()
+    names = {
+        ".lora_A.": "a", ".lora_B.": "b", ".lora_magnitude_vector.": "magnitude",
+        ".modules_to_save.": "weight",
+    }  # fmt: skip
+    trained = []
     for name, parameter in model.named_parameters():
-        module, lora, kind = name.partition(".lora_")
-        if lora:
-            own = start[module.removeprefix("base_model.model.")][kind[0].lower()]
-            parameter.data = torch.tensor(np.asarray(own))
-    trained = [p for n, p in model.named_parameters() if "lora_" in n]
+        for part, key in names.items():
+            module, has, _ = name.partition(part)
+            if has:
+                own = start[module.removeprefix("base_model.model.")][key]
+                parameter.data = torch.tensor(np.asarray(own))
+                trained.append(parameter)
     betas, rate = (config.beta1, config.beta2), learning_rate(config)
     optimizer = torch.optim.AdamW(trained, betas=betas, weight_decay=config.weight_decay)
     found = []
@@ -143,11 +160,11 @@ def peft_losses(start) -> list[float]:
     return found
 
 
-def committed_losses() -> list[float]:
-    return json.loads((FOLDER / "losses.json").read_text())
+def committed_losses(kind: str) -> list[float]:
+    return json.loads((FOLDER / "losses.json").read_text())[kind]
 
 
-def started():
+def started(kind: str = "lora"):
     """The base model and what trains its adapter."""
     from rooflax.loading.load import load
     from rooflax.train.adapters import LoraTraining
@@ -156,16 +173,16 @@ def started():
         variant = TRAINED[0]
         path = goldens.write_checkpoint(Path(folder) / variant, variant, goldens.committed(variant))
         model = load(path)
-    return model, LoraTraining(model, train_config())
+    return model, LoraTraining(model, train_config(kind))
 
 
 def main() -> None:
     import torch
 
     FOLDER.mkdir(exist_ok=True)
-    losses = peft_losses(started()[1].start())
+    losses = {kind: peft_losses(kind, started(kind)[1].start()) for kind in KINDS}
     (FOLDER / "losses.json").write_text(json.dumps(losses) + "\n")
-    for name, (variant, arguments) in CASES.items():
+    for name, (variant, arguments) in (CASES | MERGED).items():
         model = peft_model(variant, arguments)
         with tempfile.TemporaryDirectory() as saved, torch.no_grad():
             model.save_pretrained(saved)

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         from rooflax.loading.model_info import model_info
 
     info = model_info(args.model, **where)
-    adapter = open_adapter(args.lora, info)
+    adapter = open_adapter(args.lora, info, merges=not args.adapter_only)
     if args.adapter_only:
         write = partial(_write_adapter, args, info, adapter)
     elif args.gguf is None:

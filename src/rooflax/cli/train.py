@@ -16,7 +16,16 @@ from rooflax.cli.statistics import counted
 from rooflax.errors import CheckpointError, RequestError
 from rooflax.fields.declaration import declarations
 from rooflax.files import only_writer, read_regular, replacing
-from rooflax.train.config import DEFAULTS, GRPO, PREFERENCES, SFT, DataConfig, TrainConfig
+from rooflax.train.config import (
+    DEFAULTS,
+    FULL,
+    GRPO,
+    LORA,
+    PREFERENCES,
+    SFT,
+    DataConfig,
+    TrainConfig,
+)
 from rooflax.train.corpus import HUB, dataset_files
 from rooflax.train.trackers import TRACKERS, tracker_module, tracking
 
@@ -87,7 +96,7 @@ def _add_settings(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains; 130 if it was interrupted (and saved)."""
     given = {field.name: getattr(args, field.name) for field in fields(TrainConfig)}
-    kind = args.fine_tune_type
+    kind = FULL if args.fine_tune_type == FULL else LORA
     if args.config is not None:
         kind = "new weights"
     elif args.train_mode != SFT:
@@ -622,7 +631,13 @@ def _save_adapter(out: Path, start: _Start, result: TrainResult) -> Path:
         replace_folder(
             folder,
             lambda new: save_adapter(
-                new, adapter.matrices, adapter.config, info.family, info.config, info.name
+                new,
+                adapter.matrices,
+                adapter.config,
+                info.family,
+                info.config,
+                info.name,
+                adapter.whole,
             ),
         )
     return folder

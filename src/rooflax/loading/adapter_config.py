@@ -46,6 +46,7 @@ class AdapterConfig:
         layers, layers_patterns: numbers of the layers to change, and the names before the number;
             None is all layers, no names is any.
         rank_pattern, alpha_pattern: by patterns that paths end with.
+        modules_to_save: names or ends of paths of modules whose whole weight is in the file.
         dropout: of what A multiplies, in training.
     """
 
@@ -59,18 +60,23 @@ class AdapterConfig:
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     use_rslora: bool = False
     use_dora: bool = False
+    modules_to_save: tuple[str, ...] = ()
     dropout: float = 0.0
     warning: str | None = None
 
     def changes(self, module: str) -> bool:
         """Whether a linear layer has an adapter, by its module's path."""
-        if _names(self.exclude_modules, module):
+        if _names(self.exclude_modules, module) or self.replaces(module):
             return False
         if is_all_linear(self.target_modules):
             is_target = module.rpartition(".")[2] != "lm_head"
         else:
             is_target = _names(self.target_modules, module)
         return is_target and (self.layers is None or self._layer(module) in self.layers)
+
+    def replaces(self, module: str) -> bool:
+        """Whether the file has a module's whole weight, by its path."""
+        return _names(self.modules_to_save, module)
 
     def _layer(self, module: str) -> int | None:
         """The first number in a path, or the one behind one of the patterns."""
@@ -110,6 +116,7 @@ class AdapterConfig:
             "init_lora_weights": True,
             "target_modules": targets if isinstance(targets, str) else list(targets),
             "layers_to_transform": None if self.layers is None else list(self.layers),
+            "modules_to_save": list(self.modules_to_save) or None,
         }
 
 
@@ -196,6 +203,7 @@ class _Reader:
             alpha_pattern=self._patterns("alpha_pattern", self._alpha),
             use_rslora=bool(self._take("use_rslora", False)),
             use_dora=bool(self._take("use_dora", False)),
+            modules_to_save=self._texts("modules_to_save"),
             warning=warning,
         )
         for key, value in self._left.items():

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +36,7 @@ from rooflax.loading.safetensors import (
 )
 from rooflax.loading.source import ArraySource, Source
 from rooflax.loading.tensor_plan import NameMap
-from rooflax.models.adapters import HEAD, LowRank, Target, targets
+from rooflax.models.adapters import HEAD, LowRank, Target, tables, targets
 from rooflax.models.registry import family
 from rooflax.nn.decoder import Decoder
 
@@ -58,6 +59,7 @@ class Adapter:
         targets: the linear layers that it changes, by their modules' paths.
         file: its tensors.
         stored: by module, the names of A, B, and with DoRA the magnitudes.
+        replaced: tensors of the base by their names, and those that take their place.
     """
 
     folder: Path
@@ -65,6 +67,7 @@ class Adapter:
     targets: Mapping[str, Target]
     file: Source
     stored: Mapping[str, Mapping[str, str]]
+    replaced: Mapping[str, str]
 
     @cached_property
     def digest(self) -> str:
@@ -99,7 +102,7 @@ class Adapter:
         """
         by_module = {}
         for module in self.targets:
-            parts = {kind: self._tensor(names) for kind, names in self.stored[module].items()}
+            parts = {kind: self.tensor(names) for kind, names in self.stored[module].items()}
             a, b, scale = parts["lora_A"], parts["lora_B"], self.config.scale_of(module)
             columns = None
             if self.config.use_dora:
@@ -109,7 +112,12 @@ class Adapter:
             by_module[module] = LowRank(a, b, scale, columns)
         return by_module
 
-    def _tensor(self, name: str) -> np.ndarray:
+    def tensor(self, name: str) -> np.ndarray:
+        """One of the file's, in float32.
+
+        Raises:
+            CheckpointError: a number is NaN or infinite.
+        """
         array = np.array(self.file.read(name), np.float32)
         if not np.isfinite(array).all():
             raise CheckpointError(f"{name} in {self.folder} holds NaN or infinity.")
@@ -144,11 +152,12 @@ def base_weight(base: Source, name: str, target: Target) -> np.ndarray:
 class Merged:
     """A checkpoint's tensors with an adapter merged into them, in float32: W + scale B A.
 
-    With DoRA each output of that has the length that the adapter says.
+    With DoRA each output of that has the length that the adapter says. What the adapter has whole
+    takes the base's place.
     """
 
     def __init__(self, source: Source, info: ModelInfo, adapter: Adapter):
-        self._source, self._parts = source, adapter.read(info)
+        self._source, self._parts, self._adapter = source, adapter.read(info), adapter
         names = NameMap(set(source.names()), family(info.family))
         self._targets: dict[str, Target] = {}
         for module, target in adapter.targets.items():
@@ -159,17 +168,21 @@ class Merged:
                     f"embedding, so that it cannot be merged; run it beside the model with `lora`."
                 )
             self._targets[stored] = target
+        found = {names.find(name): own for name, own in adapter.replaced.items()}
+        self._replaced = {stored: own for stored, own in found.items() if stored is not None}
 
     def names(self) -> list[str]:
         return self._source.names()
 
     def info(self, name: str) -> TensorInfo:
         info = self._source.info(name)
-        if name not in self._targets:
+        if name not in self._targets and name not in self._replaced:
             return info
         return TensorInfo("F32", info.shape, 4 * math.prod(info.shape))
 
     def read(self, name: str) -> np.ndarray:
+        if name in self._replaced:
+            return self._adapter.tensor(self._replaced[name])
         array = self._source.read(name)
         target = self._targets.get(name)
         if target is None:
@@ -200,8 +213,13 @@ def fused(info: ModelInfo, adapter: Adapter) -> ModelInfo:
     return replace(info, change=lambda source: Merged(source, info, adapter))
 
 
-def open_adapter(folder: str | os.PathLike[str], info: ModelInfo) -> Adapter:
+def open_adapter(
+    folder: str | os.PathLike[str], info: ModelInfo, *, merges: bool = False
+) -> Adapter:
     """An adapter's folder or .gguf file, checked against the model that it is for.
+
+    Args:
+        merges: it will be merged, so that it may hold whole weights.
 
     Raises:
         CheckpointError: a file is missing or malformed, or the tensors are not those that the
@@ -213,13 +231,19 @@ def open_adapter(folder: str | os.PathLike[str], info: ModelInfo) -> Adapter:
         config, pairs = read_gguf_adapter(folder, info, known)
         file = ArraySource({f"{m}.{kind}": pairs[m][kind] for m in pairs for kind in pairs[m]})
         names = {m: {kind: f"{m}.{kind}" for kind in pair} for m, pair in pairs.items()}
-        return Adapter(folder, config, {m: known[m] for m in known if m in pairs}, file, names)
+        return Adapter(folder, config, {m: known[m] for m in known if m in pairs}, file, names, {})
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder} is no folder; an adapter is one with {ADAPTER} and {WEIGHTS}, or a .gguf "
             f"file."
         )
     config = read_adapter_config(folder, info.family)
+    if config.modules_to_save and not merges:
+        raise UnsupportedModelError(
+            f"{folder / ADAPTER} has modules_to_save = {list(config.modules_to_save)!r:.80}, which "
+            f"rooflax does not apply beside a base model; merge the adapter with rooflax fuse, and "
+            f"name the result."
+        )
     path = folder / WEIGHTS
     if not path.exists():
         if (folder / PICKLED).exists():
@@ -233,6 +257,8 @@ def open_adapter(folder: str | os.PathLike[str], info: ModelInfo) -> Adapter:
     by_name = {name: module for module, target in known.items() for name in target.names}
     stored: dict[str, dict[str, str]] = {}
     copies, spellings, unknown = _copies_of_base(file, info, known), set[str](), []
+    replaced = _replaced(file, config, info)
+    copies |= set(replaced.values())
     for name in file.names():
         match = _TENSOR.fullmatch(name)
         module = by_name.get(match[1]) if match else None
@@ -259,7 +285,8 @@ def open_adapter(folder: str | os.PathLike[str], info: ModelInfo) -> Adapter:
     usual = {m for m in wanted if known[m].is_usual and known[m].slot.name not in other}
     if not is_all_linear(config.target_modules) and (missing := usual - stored.keys()):
         raise CheckpointError(f"{path} lacks {named(missing)}, which its {ADAPTER} names.")
-    adapter = Adapter(folder, config, {m: known[m] for m in known if m in stored}, file, stored)
+    changed = {module: known[module] for module in known if module in stored}
+    adapter = Adapter(folder, config, changed, file, stored, replaced)
     _check_tensors(adapter, path)
     return adapter
 
@@ -275,6 +302,37 @@ def _copies_of_base(
         return set()
     w = base_weight(info.weights(), info.family, head)
     return {name for name in names if np.array_equal(np.asarray(file.read(name), np.float32), w)}
+
+
+def _replaced(file: SafetensorsFile, config: AdapterConfig, info: ModelInfo) -> dict[str, str]:
+    """`Adapter.replaced`.
+
+    Raises:
+        UnsupportedModelError: a module has none that rooflax replaces.
+        CheckpointError: a tensor is missing, or has another shape or type.
+    """
+    known = tables(info.family, info.config)
+    for name in config.modules_to_save:
+        if not any(replace(config, modules_to_save=(name,)).replaces(module) for module in known):
+            raise UnsupportedModelError(
+                f"{file.path} has modules_to_save = {name!r:.80}, and of {info.name} rooflax "
+                f"replaces {' and '.join(known) or 'nothing: its head is its embedding'}."
+            )
+    replaced, names = {}, set(file.names())
+    for module, target in known.items():
+        if not config.replaces(module):
+            continue
+        spelled = [f"{PREFIX}{name}.weight" for name in target.names]
+        stored = next((name for name in spelled if name in names), None)
+        if stored is None:
+            raise CheckpointError(f"{file.path} lacks {spelled[0]}, which its {ADAPTER} names.")
+        has, shape = file.info(stored), (target.outputs, target.inputs)
+        if has.shape != shape or has.dtype not in FLOATING:
+            raise CheckpointError(
+                f"{stored} in {file.path} is {has.dtype} {list(has.shape)}, wanted {list(shape)}."
+            )
+        replaced[target.weight] = stored
+    return replaced
 
 
 def _check_tensors(adapter: Adapter, path: Path) -> None:
@@ -314,6 +372,7 @@ def save_adapter(
     name: str,
     model: Decoder,
     base: str,
+    whole: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a folder that PEFT opens; its parent exists, and it is filled file by file.
 
@@ -322,14 +381,24 @@ def save_adapter(
         name: the family.
         model: the architecture.
         base: the model's name, for people.
+        whole: weights [out, in] of the modules that `config.modules_to_save` names.
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = []
+
+    def add(stored: str, array: Any) -> None:
+        factor = np.asarray(array, np.float32)
+        written.append(TensorToWrite(stored, "F32", factor.shape, lambda: factor))
+
+    for module, weight in (whole or {}).items():
+        add(f"{PREFIX}{module}.weight", weight)
     for module, part in adapters.items():
         path = f"{PREFIX}{module}"
-        for kind, array in ((A, part.a), (B, part.b)):
-            factor, stored = np.asarray(array, np.float32), f"{path}.{kind}"
-            written.append(TensorToWrite(stored, "F32", factor.shape, lambda factor=factor: factor))
+        arrays = {A: part.a, B: part.b}
+        if part.magnitude is not None:
+            arrays[MAGNITUDE] = part.magnitude
+        for kind, array in arrays.items():
+            add(f"{path}.{kind}", array)
     write_safetensors(folder / WEIGHTS, written, {"format": "pt"})
     known = targets(name, model)
     transposed = any(known[module].is_transposed for module in adapters)

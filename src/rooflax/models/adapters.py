@@ -39,8 +39,8 @@ from rooflax.ops.weights.quantized import namespace
 HEAD = "lm_head"
 Place = tuple[int | None, str]
 """Of a weight: its layer and its key."""
-Matrices = tuple[Any, Any, np.ndarray | None]
-"""A, B, and the factors of the outputs."""
+Matrices = tuple[Any, Any, np.ndarray | None, Any]
+"""A, B, the factors of the outputs, and in training their magnitudes."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,14 @@ class LowRank:
         b: float32 [out, rank].
         scale: of their product.
         columns: DoRA's factor of each output, [out]; None without.
+        magnitude: in training in its place, DoRA's length of each output's weights, [out].
     """
 
     a: Any
     b: Any
     scale: float
     columns: np.ndarray | None = None
+    magnitude: Any = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,8 @@ class Target:
         return not self.is_head and isinstance(self.slot.line.layout, Conv1D | Swapped)
 
 
+FREE = {"columns": 1.0, "magnitude": 0.0}
+"""Of an output that has none of its own."""
 Adapters = Mapping[str, LowRank]
 """By `Target.module`."""
 
@@ -143,6 +147,19 @@ def targets(name: str, config: Decoder) -> dict[str, Target]:
     return by_name
 
 
+def tables(name: str, config: Decoder) -> dict[str, Target]:
+    """Embedding and head by their modules' paths, of which a full copy may be trained beside an
+    adapter (PEFT's modules_to_save); none where they are one matrix."""
+    head = targets(name, config).get(HEAD)
+    if head is None or head.slot.key != HEAD:
+        return {}
+    prefixes: tuple[str, ...] = getattr(family(name), "HF_PREFIXES", ("model.", ""))
+    slot = next(slot for slot in config.slots() if slot.key == "embed")
+    bare = slot.hf_names[0].removesuffix(".weight").removeprefix(prefixes[0])
+    names = tuple(prefix + bare for prefix in prefixes)
+    return {HEAD: head, names[0]: replace(head, slot=slot, names=names)}
+
+
 def _is_adaptable(line: WeightLine) -> bool:
     """Whether a weight multiplies as one matrix whose inputs lie as in the checkpoint."""
     return "->" in line.axes and not line.num_stacked and _keeps_inputs(line.layout)
@@ -175,9 +192,9 @@ def output_order(layout: TensorLayout, out_shape: Shape) -> tuple[np.ndarray, tu
 
 def side_by_side(
     line: WeightLine, sizes: Mapping[str, int], parts: Mapping[int, LowRank], *, is_head: bool
-) -> tuple[Any, Any, np.ndarray | None]:
-    """A [in, rank], B [rank, out] with the scales, and the factors of the outputs, of a weight
-    whose tensors have these adapters; the rank is the sum of theirs.
+) -> Matrices:
+    """A [in, rank], B [rank, out] with the scales, and the factors or magnitudes of the outputs, of
+    a weight whose tensors have these adapters; the rank is the sum of theirs.
 
     Args:
         line: of the weight, with the tensors that the parts are numbered by.
@@ -185,7 +202,7 @@ def side_by_side(
     """
     if is_head:
         (part,) = parts.values()
-        return part.a.T, part.b.T * np.float32(part.scale), part.columns
+        return part.a.T, part.b.T * np.float32(part.scale), part.columns, part.magnitude
     order, rows = output_order(line.layout, line.in_out_shape(sizes)[1])
     begins = np.cumsum((0, *rows))
     xp = namespace(next(iter(parts.values())).a)
@@ -198,14 +215,17 @@ def side_by_side(
             )
             for index, part in parts.items()
         ]
-    columns = None
-    if any(part.columns is not None for part in parts.values()):
-        columns = np.ones(begins[-1], np.float32)
-        for index, part in parts.items():
-            if part.columns is not None:
-                columns[begins[index] : begins[index + 1]] = part.columns
-        columns = columns[order]
-    return a, xp.concatenate(wide, axis=0)[:, order], columns
+
+    def outputs(name: str) -> Any:
+        known = {index: getattr(part, name) for index, part in parts.items()}
+        if all(vector is None for vector in known.values()):
+            return None
+        each = (known.get(index) for index in range(len(rows)))
+        free = (np.full(size, FREE[name], np.float32) for size in rows)
+        filled = [one if vector is None else vector for vector, one in zip(each, free, strict=True)]
+        return namespace(filled[next(iter(known))]).concatenate(filled)[order]
+
+    return a, xp.concatenate(wide, axis=0)[:, order], outputs("columns"), outputs("magnitude")
 
 
 def by_slot(
@@ -277,11 +297,11 @@ def banked(model: Model, banks: Sequence[Adapters], modules: Collection[str], ra
             if at in bank:
                 target, parts = bank[at]
                 line = target.slot.line
-                few, wide, _ = side_by_side(line, config.axis_sizes, parts, is_head=False)
+                few, wide, *_ = side_by_side(line, config.axis_sizes, parts, is_head=False)
                 a[:, : few.shape[1]], b[: few.shape[1]] = few, wide
             rows.append(a)
             columns.append(b)
-        made[at] = np.concatenate(rows, axis=1), np.concatenate(columns, axis=0), None
+        made[at] = np.concatenate(rows, axis=1), np.concatenate(columns, axis=0), None, None
     places = {at: group[0] for at, group in lines.items()}
     weights = _placed(config, model.weights, made, places, slots=len(banks))
     return replace(model, weights=jax.tree.map(_on_device, weights))
@@ -341,25 +361,28 @@ def _adapted(
         base = base.base
     known = [pair for pair in each if pair is not None]
     xp = namespace(known[0][0])
-    rank = max(a.shape[1] for a, _, _ in known)
+    rank = max(a.shape[1] for a, *_ in known)
     inner, outer = math.prod(shape[0]), math.prod(shape[1])
-    has_columns = any(columns is not None for _, _, columns in known)
 
-    def filled() -> Iterator[tuple[Any, Any, Any]]:
+    def filled() -> Iterator[tuple[Any, Any]]:
         for pair in each:
             if pair is None:
-                yield xp.zeros((inner, rank), np.float32), xp.zeros((rank, outer), np.float32), None
+                yield xp.zeros((inner, rank), np.float32), xp.zeros((rank, outer), np.float32)
                 continue
-            a, b, columns = pair
+            a, b, *_ = pair
             short = rank - a.shape[1]
-            yield xp.pad(a, ((0, 0), (0, short))), xp.pad(b, ((0, short), (0, 0))), columns
+            yield xp.pad(a, ((0, 0), (0, short))), xp.pad(b, ((0, short), (0, 0)))
 
-    rows = list(filled())
-    columns: Any = None
-    if has_columns:
-        ones = np.ones(outer, np.float32)
-        columns = np.stack([ones if pair is None else pair for *_, pair in rows])
-    a, b = (xp.stack([row[part] for row in rows]) for part in (0, 1))
+    def outputs(part: int, name: str) -> Any:
+        vectors = [None if pair is None else pair[part] for pair in each]
+        if all(vector is None for vector in vectors):
+            return None
+        free = np.full(outer, FREE[name], np.float32)
+        return xp.stack([free if vector is None else vector for vector in vectors])
+
+    a, b = (xp.stack(matrices) for matrices in zip(*filled(), strict=True))
+    arrays = a, b, outputs(2, "columns"), outputs(3, "magnitude")
     if not stacked:
-        a, b, columns = a[0], b[0], None if columns is None else columns[0]
-    return Adapted(base, a, b, columns, *shape, is_table=is_head)
+        arrays = tuple(None if array is None else array[0] for array in arrays)
+    a, b, columns, magnitude = arrays
+    return Adapted(base, a, b, columns, *shape, is_table=is_head, magnitude=magnitude)

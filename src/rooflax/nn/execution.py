@@ -70,7 +70,7 @@ class ExecutionOptions:
 
     @property
     def trains(self) -> bool:
-        """Whether gradients are asked for."""
+        """Whether attention is asked of the best kernel that has gradients."""
         return False
 
     @classmethod
@@ -109,15 +109,20 @@ class TrainingOptions(ExecutionOptions):
     """Those of a training step: XLA's matmuls have gradients, and so has attention by a kernel.
 
     The grouped experts loop over a dynamic count, which has no reverse derivative.
+
+    Attributes:
+        is_partitioned: the compiler splits the program over devices, which it cannot do with a
+            kernel: attention is XLA's too.
     """
 
     use_cache: bool = False
     moe: Literal["grouped", "per_token", "dense"] = "dense"
     kernels: str | None = "xla"
+    is_partitioned: bool = False
 
     @property
     def trains(self) -> bool:
-        return True
+        return not self.is_partitioned
 
 
 @dataclass(frozen=True)

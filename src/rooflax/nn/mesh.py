@@ -7,6 +7,7 @@ helpers are the identity. The rules of what is split over what are in `nn.shards
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, overload
@@ -27,7 +28,7 @@ from rooflax.nn.shards import (
     STAGE,
     TENSOR,
     Shards,
-    parse_mesh,
+    axis_sizes,
     split_axes,
 )
 from rooflax.nn.weights import LAYER_PREFIX, WeightLine
@@ -35,17 +36,20 @@ from rooflax.ops.linear import lookup
 from rooflax.ops.weights import Operand, StackMember, as_table, split_leaf, taken
 
 
-def make_mesh(text: str) -> Mesh:
+def make_mesh(text: str, axes: tuple[str, ...] = AXES) -> Mesh:
     """The mesh that "tensor=4,data=2" asks for, of the first devices.
+
+    Args:
+        axes: all that it has, the outermost first.
 
     Raises:
         RequestError: it is no mesh, or there are not that many devices.
     """
-    shards, devices = parse_mesh(text), jax.devices()
-    needed = shards.num_devices
+    sizes, devices = dict.fromkeys(axes, 1) | axis_sizes(text, axes), jax.devices()
+    needed = math.prod(sizes.values())
     if needed > len(devices):
-        named = shards.among(*AXES)
-        product = " x ".join(str(shards.sizes[axis]) for axis in named)
+        named = [axis for axis in axes if sizes[axis] > 1]
+        product = " x ".join(str(sizes[axis]) for axis in named)
         product = f" = {product}" if len(named) > 1 else ""
         more = ""
         if devices[0].platform == "cpu":
@@ -62,9 +66,9 @@ def make_mesh(text: str) -> Mesh:
             param="mesh",
         )
     return jax.make_mesh(
-        tuple(shards.sizes.values()),
-        AXES,
-        axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
+        tuple(sizes.values()),
+        axes,
+        axis_types=(jax.sharding.AxisType.Auto,) * len(axes),
         devices=devices[:needed],
     )
 

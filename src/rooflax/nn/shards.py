@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 DATA, STAGE, SEQUENCE, EXPERT, TENSOR = AXES = ("data", "stage", "sequence", "expert", "tensor")
 """Axes of a mesh, the outermost first: tensor's devices are neighbours, they exchange the most."""
+FSDP = "fsdp"
+TRAINING_AXES = (DATA, FSDP, TENSOR)
+"""Axes of a mesh that trains, likewise."""
 
 RULES = {
     "kv_heads": TENSOR,
@@ -77,15 +80,24 @@ def parse_mesh(text: str) -> Shards:
     """The sizes that "tensor=4,data=2" gives.
 
     Raises:
+        RequestError: as `axis_sizes`.
+    """
+    return Shards(**axis_sizes(text, AXES))
+
+
+def axis_sizes(text: str, axes: tuple[str, ...]) -> dict[str, int]:
+    """The sizes that a mesh's text gives to some of these axes.
+
+    Raises:
         RequestError: another axis, one twice, or a size that is none.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, equals, size = part.strip().partition("=")
-        if axis not in AXES or not equals or not size.isascii() or not size.isdigit():
+        if axis not in axes or not equals or not size.isascii() or not size.isdigit():
             raise RequestError(
                 f"mesh is {text!r}; it must be AXIS=N with N devices, or several as in "
-                f"tensor=4,data=2, of {', '.join(sorted(AXES))}.",
+                f"tensor=4,data=2, of {', '.join(sorted(axes))}.",
                 param="mesh",
             )
         if axis in sizes:
@@ -93,7 +105,7 @@ def parse_mesh(text: str) -> Shards:
         if int(size) < 1:
             raise RequestError(f"mesh is {text!r}; {axis} must be at least 1.", param="mesh")
         sizes[axis] = int(size)
-    return Shards(**sizes)
+    return sizes
 
 
 def config_on(config: Decoder, shards: Shards) -> Decoder:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,17 +18,23 @@ from jaxtyping import Array, Int
 
 from rooflax.errors import RequestError
 from rooflax.loading.adapter_config import ALL_LINEAR, AdapterConfig
-from rooflax.models.adapters import LowRank, Target, adapted_weights, targets
+from rooflax.models.adapters import (
+    LowRank,
+    Target,
+    adapted_weights,
+    output_order,
+    tables,
+    targets,
+)
 from rooflax.models.model import Model
 from rooflax.nn.storage import is_head, is_matmul, matmul_shape
 from rooflax.ops.linear.adapted import Adapted, Dropout
-from rooflax.ops.linear.frozen import Frozen
-from rooflax.ops.weights import Operand
-from rooflax.train.config import TrainConfig
+from rooflax.ops.linear.frozen import Frozen, lengths
+from rooflax.ops.weights import Operand, as_table
+from rooflax.train.config import DORA, TrainConfig
 
-LORA = "lora"
 Matrices = dict[str, dict[str, Array]]
-"""By module: "a" [rank, in] and "b" [out, rank]."""
+"""By module: "a" [rank, in], "b" [out, rank], and with DoRA "magnitude" [out]; or "weight"."""
 ROUTER = "router"
 
 
@@ -41,6 +47,7 @@ class LoraTraining:
     Attributes:
         config: as adapter_config.json has it.
         targets: the linear layers that get adapters, by module.
+        tables: those of which the whole weight is trained, likewise.
 
     Raises:
         RequestError: no layer is one of those that are to be trained, or a weight has no gradients.
@@ -49,11 +56,14 @@ class LoraTraining:
     def __init__(self, model: Model, config: TrainConfig):
         self.dropout = config.lora_dropout
         self.config, self.targets = resolved(model, config)
+        every = tables(model.family, model.config)
+        self.tables = {m: target for m, target in every.items() if self.config.replaces(m)}
         _check_stacks(model)
-        self._seed = config.seed
+        self._seed, self._base = config.seed, model
 
     def start(self) -> Matrices:
-        """The matrices before the first step: A uniform within 1 / sqrt(in), B zero, as in PEFT."""
+        """The matrices before the first step: A uniform within 1 / sqrt(in), B zero, magnitudes the
+        lengths of the base's weights, as in PEFT."""
         found: Matrices = {}
         for module, target in self.targets.items():
             random = np.random.default_rng([self._seed, zlib.crc32(module.encode())])
@@ -61,14 +71,50 @@ class LoraTraining:
             a = random.uniform(-bound, bound, (rank, target.inputs)).astype(np.float32)
             b = np.zeros((target.outputs, rank), np.float32)
             found[module] = {"a": jnp.asarray(a), "b": jnp.asarray(b)}
+        if self.config.use_dora:
+            for module, length in self._base_lengths():
+                found[module]["magnitude"] = length
+        for module, target in self.tables.items():
+            w = as_table(self._base.weights[target.slot.key]).in_stack()[0].numbers().T
+            found[module] = {"weight": w}
         return found
+
+    def _base_lengths(self) -> Iterator[tuple[str, Array]]:
+        """Of each module's weights, for each output."""
+        sizes, weights = self._base.config.axis_sizes, frozen(self._base)
+        stacked = weights.get("stacked_layers")
+        groups = stacked or weights["layers"]
+        length = jax.jit(lengths)
+        for module, target in self.targets.items():
+            layer, key = target.slot.layer, target.slot.key
+            leaf = weights[key] if layer is None else groups[layer % len(groups)][key]
+            if layer is not None and stacked:
+                leaf = leaf.at(layer // len(groups))
+            outputs = math.prod(leaf.out_shape)
+            found = length(leaf, jnp.zeros((target.inputs, 1)), jnp.zeros((1, outputs)))
+            if not target.is_head:
+                shape = target.slot.line.in_out_shape(sizes)[1]
+                order, counts = output_order(target.slot.line.layout, shape)
+                in_order = jnp.zeros_like(found).at[order].set(found)
+                found = jnp.split(in_order, np.cumsum(counts)[:-1])[target.index]
+            yield module, found
 
     def adapters(self, matrices: Mapping[str, Mapping[str, Any]]) -> dict[str, LowRank]:
         """The matrices with their scales."""
         return {
-            module: LowRank(own["a"], own["b"], self.config.scale_of(module))
+            module: LowRank(
+                own["a"],
+                own["b"],
+                self.config.scale_of(module),
+                magnitude=own.get("magnitude"),
+            )
             for module, own in matrices.items()
+            if module in self.targets
         }
+
+    def whole(self, matrices: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """The weights that are trained whole, [out, in]."""
+        return {module: matrices[module]["weight"] for module in self.tables}
 
     def model(self, base: Model, matrices: Matrices, seeds: Int[Array, " rows"] | None) -> Model:
         """The base with these adapters, inside a program.
@@ -80,6 +126,8 @@ class LoraTraining:
         weights = adapted_weights(base.family, base.config, weights, self.adapters(matrices))
         if seeds is not None and self.dropout > 0:
             weights = _with_dropout(weights, seeds, self.dropout)
+        for module, target in self.tables.items():
+            weights[target.slot.key] = matrices[module]["weight"]
         return replace(base, weights=weights)
 
 
@@ -102,8 +150,11 @@ def resolved(model: Model, config: TrainConfig) -> tuple[AdapterConfig, dict[str
         target_modules=wanted,
         layers=layers,
         use_rslora=config.use_rslora,
+        use_dora=config.fine_tune_type == DORA,
         dropout=config.lora_dropout,
+        modules_to_save=tuple(filter(None, (config.modules_to_save or "").split(","))),
     )
+    _check_saved(model, asked, wanted)
     if not isinstance(wanted, str):
         ends = {module.rpartition(".")[2] for module in known}
         for name in wanted:
@@ -127,6 +178,26 @@ def resolved(model: Model, config: TrainConfig) -> tuple[AdapterConfig, dict[str
     if {m for m in known if stated.changes(m)} != set(chosen):
         stated = replace(asked, target_modules=tuple(chosen), layers=None)
     return stated, chosen
+
+
+def _check_saved(model: Model, asked: AdapterConfig, wanted: tuple[str, ...] | str) -> None:
+    """
+    Raises:
+        RequestError: of a module there is no weight to train whole, or an adapter too.
+    """
+    known = tables(model.family, model.config)
+    for name in asked.modules_to_save:
+        module = next((m for m in known if m == name or m.endswith(f".{name}")), None)
+        if module is None:
+            has = f"has {' and '.join(known)}" if known else "has its head tied to its embedding"
+            raise RequestError(
+                f"modules_to_save names {name!r:.80}, and {model.family} {has}.",
+                param="modules_to_save",
+            )
+        if not isinstance(wanted, str) and name in wanted:
+            raise RequestError(
+                f"target_modules and modules_to_save both name {name}.", param="modules_to_save"
+            )
 
 
 def frozen(model: Model) -> dict[str, Any]:

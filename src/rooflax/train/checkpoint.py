@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from rooflax.errors import CheckpointError
 from rooflax.files import read_regular, sync_folder
@@ -110,7 +111,7 @@ def load_state(checkpoint: Path, like: TrainState) -> TrainState:
     """The state that `save_checkpoint` wrote, bit for bit.
 
     Args:
-        like: a state of the same model and optimizer; gives structure and shapes.
+        like: a state of the same model and optimizer; gives structure, shapes and devices.
 
     Raises:
         CheckpointError: the arrays are not those of `like`.
@@ -136,7 +137,9 @@ def _read(file: SafetensorsFile, name: str, like: jax.Array) -> jax.Array:
             f"{like.dtype}{list(like.shape)}; train into another folder."
         )
     # A copy: the step donates the state, and the file's pages are not ours to give away.
-    return jnp.array(np.array(array), copy=True)
+    copied = jnp.array(np.array(array), copy=True)
+    is_split = isinstance(like.sharding, NamedSharding)
+    return jax.device_put(copied, like.sharding) if is_split else copied
 
 
 def _write_arrays(path: Path, state: TrainState) -> None:

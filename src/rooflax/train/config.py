@@ -11,6 +11,7 @@ from typing import Any, Literal
 from rooflax.errors import RequestError
 from rooflax.fields.declaration import declarations, declare, documented, read_fields
 from rooflax.fields.kinds import Choice, Flag, Number, Text, Whole
+from rooflax.nn.shards import DATA, FSDP, TRAINING_AXES, axis_sizes
 
 DEFAULTS: Mapping[str, Mapping[str, float]] = {
     "new weights": {"learning_rate": 1e-3, "weight_decay": 0.1},
@@ -28,13 +29,13 @@ TRAIN_MODES = (SFT, DPO, ORPO, GRPO)
 PREFERENCES = (DPO, ORPO)
 """Modes of rows with a chosen and a rejected answer."""
 LOSS_TYPES = ("sigmoid", "hinge", "ipo", "robust")
-FINE_TUNE_TYPES = ("full", "lora")
+FULL, LORA, DORA = FINE_TUNE_TYPES = ("full", "lora", "dora")
 COMPUTE_DTYPES = ("float32", "bfloat16")
 TRUNCATIONS = ("reject", "cut")
 LAYERS = ("unrolled", "scan")
 REMAT = ("nothing", "dots", "dots_no_batch", "everything")
 MOMENT = Number(0, 1, below=True)  # at 1 the moments stay 0 and the step is 0 / 0
-MAY_CHANGE = frozenset({"checkpoint_every", "keep", "save_dtype"})
+MAY_CHANGE = frozenset({"checkpoint_every", "keep", "save_dtype", "mesh"})
 """Fields that a resumed run may state differently; any other would change its losses."""
 LENGTH = frozenset({"epochs", "tokens", "steps", "warmup_steps"})
 """Fields that a run which is made longer may state differently."""
@@ -131,6 +132,10 @@ class TrainConfig:
     remat: str | None = _field(
         Choice(REMAT), "what the backward pass computes again, which on CPU needs layers scan",
         metavar="POLICY")
+    mesh: str | None = _field(
+        Text(), "devices by axis, as in data=2,fsdp=2: data splits rows, fsdp rows, weights and "
+        "moments, tensor heads, MLPs and vocabulary", shown_default="one device",
+        metavar="AXIS=N")
     layers: Literal["unrolled", "scan"] = _field(
         Choice(LAYERS), "how the program has the layers", default="unrolled", metavar="HOW")
     eval_every: int = _field(
@@ -150,9 +155,10 @@ class TrainConfig:
     save_dtype: Literal["bfloat16", "float32", "float16"] = _field(
         Choice(SAVE_DTYPES), "of the saved model; training and checkpoints are float32",
         default="bfloat16", metavar="TYPE")
-    fine_tune_type: Literal["full", "lora"] = _adapter(
+    fine_tune_type: Literal["full", "lora", "dora"] = _adapter(
         Choice(FINE_TUNE_TYPES), "all weights, or a LoRA adapter beside weights that stay as they "
-        "are, quantized ones too (QLoRA)", default="full", metavar="TYPE")
+        "are, quantized ones too (QLoRA); dora trains the length of each output's weights apart",
+        default=FULL, metavar="TYPE")
     lora_rank: int = _adapter(
         Whole(1, 4096), "rank", default=8, flags=("--lora-rank", "--lora-r"), metavar="N")
     lora_alpha: float = _adapter(
@@ -166,6 +172,9 @@ class TrainConfig:
     target_modules: str = _adapter(
         Text(), "linear layers to train: all-linear, or names such as q_proj,v_proj",
         default="all-linear", metavar="NAMES")
+    modules_to_save: str | None = _adapter(
+        Text(), "modules whose whole weight is trained beside the adapter: lm_head, embed_tokens",
+        metavar="NAMES")
     num_layers: int | None = _adapter(
         Whole(1), "the last layers alone", shown_default="all", metavar="N")
     train_mode: Literal["sft", "dpo", "orpo", "grpo"] = _pairs(
@@ -205,7 +214,7 @@ class TrainConfig:
             raise RequestError(f"{what} given; give one of them.")
         if (self.patience or self.save_best) and not self.eval_every:
             raise RequestError("`patience` and `save_best` need held-out losses: set `eval_every`.")
-        if self.fine_tune_type == "full":
+        if not self.trains_adapter:
             self._check_unset(ADAPTERS, "an adapter; set `fine_tune_type` to lora")
         if self.train_mode == SFT:
             self._check_unset(PAIRS, "preferences; set `train_mode` to dpo or orpo")
@@ -225,9 +234,36 @@ class TrainConfig:
             object.__setattr__(self, "beta", 0.0 if self.train_mode == GRPO else 0.1)
         if self.train_mode in PREFERENCES and not self.beta:
             raise RequestError(f"`beta` is 0, by which {self.train_mode} learns nothing.")
-        self._check_divides("batch_size", self.batch_size, self.micro_batches or 1)
+        if self.train_mode == GRPO and self.fine_tune_type == DORA:
+            raise RequestError("`fine_tune_type` dora is not for `train_mode` grpo; take lora.")
+        if self.train_mode == GRPO and self.modules_to_save is not None:
+            raise RequestError("`modules_to_save` is not for `train_mode` grpo; leave it out.")
+        if self.train_mode == GRPO and self.mesh is not None:
+            raise RequestError("`mesh` is not for `train_mode` grpo, which samples on one device.")
+        parts = (self.micro_batches or 1) * self.row_parts
+        self._check_divides("batch_size", self.batch_size, parts)
         if self.warmup_steps is None and self.epochs is None:
             object.__setattr__(self, "warmup_steps", self.num_steps // 10)
+
+    @property
+    def trains_adapter(self) -> bool:
+        """Whether weights stay as they are, and matrices beside them are trained."""
+        return self.fine_tune_type != FULL
+
+    @property
+    def mesh_sizes(self) -> dict[str, int]:
+        """Devices by axis of the mesh.
+
+        Raises:
+            RequestError: `mesh` is no mesh of training.
+        """
+        return {} if self.mesh is None else axis_sizes(self.mesh, TRAINING_AXES)
+
+    @property
+    def row_parts(self) -> int:
+        """Parts of a step's rows that are on devices of their own."""
+        sizes = self.mesh_sizes
+        return sizes.get(DATA, 1) * sizes.get(FSDP, 1)
 
     @property
     def rows_per_step(self) -> int:
@@ -250,7 +286,7 @@ class TrainConfig:
 
         Args:
             num_rows: of an epoch.
-            tokens_at_once: of a micro-batch, unless a row has more; None is all of a step.
+            tokens_at_once: of a device's micro-batch, unless a row has more; None is all of a step.
         """
         steps = self.num_steps
         if self.epochs is not None:
@@ -259,9 +295,8 @@ class TrainConfig:
             raise RequestError(f"The run has {steps:,} steps; the most are {MOST_STEPS:,}.")
         micro_batches = self.micro_batches or 1
         if self.micro_batches is None and tokens_at_once is not None:
-            most = max(tokens_at_once // self.seq_len, 1)
-            rows = next(n for n in range(most, 0, -1) if self.batch_size % n == 0)
-            micro_batches = self.batch_size // rows
+            most, own = max(tokens_at_once // self.seq_len, 1), self.batch_size // self.row_parts
+            micro_batches = own // next(n for n in range(most, 0, -1) if own % n == 0)
         return replace(
             self, steps=steps, tokens=None, epochs=None, micro_batches=micro_batches
         )
@@ -279,7 +314,9 @@ class TrainConfig:
         """
         may_change = MAY_CHANGE
         if type(saved.get("steps")) is int and self.num_steps > saved["steps"]:
-            may_change = MAY_CHANGE | LENGTH
+            may_change |= LENGTH
+        if self.mesh != saved.get("mesh"):
+            may_change |= {"micro_batches"}
         for field in fields(self):
             is_new = declarations(TrainConfig)[field.name].group != "training"  # 0.1.0 had none
             otherwise = field.default if is_new else None

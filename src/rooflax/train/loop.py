@@ -28,7 +28,7 @@ from rooflax.models.registry import family
 from rooflax.nn.layers import unstack_layers
 from rooflax.processes import check_not_forked
 from rooflax.signals import stop_asked
-from rooflax.train.adapters import LORA, LoraTraining
+from rooflax.train.adapters import LoraTraining
 from rooflax.train.checkpoint import (
     checkpoint_name,
     list_checkpoints,
@@ -40,6 +40,7 @@ from rooflax.train.checkpoint import (
 )
 from rooflax.train.config import DPO, PREFERENCES, SFT, TrainConfig
 from rooflax.train.data import Corpus, Rows
+from rooflax.train.devices import ONE_DEVICE, DeviceMesh
 from rooflax.train.log import TrainLog, best_held_out, read_log
 from rooflax.train.plot import plot_curves
 from rooflax.train.preferences import (
@@ -72,10 +73,12 @@ Sampler = Callable[[Model], list[tuple[str, str]]]
 
 @dataclass(frozen=True)
 class TrainedAdapter:
-    """What LoRA has trained: the matrices by module, and the config that PEFT needs with them."""
+    """What LoRA has trained: the matrices by module, the config that PEFT needs with them, and by
+    module the weights that were trained whole."""
 
     matrices: dict[str, LowRank]
     config: AdapterConfig
+    whole: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -229,7 +232,7 @@ def check_trainable(model: Model, config: TrainConfig) -> None:
             f"The model is {model.family}, whose layers with state rooflax does not train; train a "
             f"model with attention alone."
         )
-    if config.fine_tune_type == LORA:
+    if config.trains_adapter:
         return
     if not all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(model.weights)):
         raise RequestError(
@@ -294,14 +297,21 @@ class _Run:
             "held-out": self._other_rows(held_out, "held-out corpus"),
             "test": self._other_rows(test, "corpus to test on"),
         }
-        self.lora = LoraTraining(self.model, config) if config.fine_tune_type == LORA else None
+        self.lora = LoraTraining(self.model, config) if config.trains_adapter else None
         self.fixed = self.model.rope if self.lora is None else self.model
+        trained = self.model.weights if self.lora is None else self.lora.start()
+        self.devices = ONE_DEVICE
+        if config.mesh is not None:
+            self.devices = DeviceMesh(config.mesh, model, trained, self.fixed)
+        self.fixed = self.devices.placed_fixed(self.fixed)
         self.optimizer = make_optimizer(model.table, self.model.weights, config)
         make = make_loss if rollouts is None else rollouts.loss
         loss = make(self.model, config, self.lora)
-        self.train_step = make_train_step(self.model, self.optimizer, config, self.lora, loss)
+        self.train_step = make_train_step(
+            self.model, self.optimizer, config, self.lora, loss, self.devices
+        )
         loss = make(self.model, replace(config, remat=None), self.lora)
-        self.eval_step = make_eval_step(self.model, config, self.lora, loss)
+        self.eval_step = make_eval_step(self.model, config, self.lora, loss, self.devices)
         self.rate = learning_rate(config)
         self.loss: float | None = None
         self.unsettled: tuple[int, float, Metrics, dict[str, float]] | None = None
@@ -309,7 +319,7 @@ class _Run:
         self.saved_step, self.best_step = -1, None
         if rollouts is not None:
             rollouts.start(self.model, self.fixed, self.lora)
-        self.state, position = self._start()
+        self.state, position = self._start(trained)
         self.step = int(self.state.step)
         if config.train_mode == DPO:
             self.take_reference(is_resumed=position > 0)
@@ -342,10 +352,9 @@ class _Run:
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
-    def _start(self) -> tuple[TrainState, int]:
+    def _start(self, trained: dict[str, Any]) -> tuple[TrainState, int]:
         """The state to go on from, and how much of the log belongs to it."""
-        trained = self.model.weights if self.lora is None else self.lora.start()
-        state = init_state(trained, self.optimizer)
+        state = init_state(trained, self.optimizer, self.devices)
         remove_unfinished(self.checkpoints)
         found = list_checkpoints(self.checkpoints)
         if not found:
@@ -379,8 +388,10 @@ class _Run:
         ]
         if not any(missing):
             return
-        fill = make_reference(self.model, replace(config, remat=None), self.lora)
+        without = replace(config, remat=None)
+        fill = make_reference(self.model, without, self.lora, self.devices)
         start = self.model.weights if self.lora is None else self.lora.start()
+        start = self.devices.placed(start)
         for rows, pairs in zip(parts, missing, strict=True):
             fill(start, self.fixed, rows, pairs)
         save_reference(path, parts)
@@ -627,7 +638,9 @@ class _Run:
             weights = unstack_layers(weights) if self.config.layers == "scan" else weights
             model = replace(self.model, weights=weights)
         else:
-            adapter = TrainedAdapter(self.lora.adapters(self.state.weights), self.lora.config)
+            weights = self.state.weights
+            adapters, whole = self.lora.adapters(weights), self.lora.whole(weights)
+            adapter = TrainedAdapter(adapters, self.lora.config, whole)
         bits = {} if held_out_loss is None else self.bits_per_byte(held_out_loss)
         return TrainResult(
             model=model,

@@ -22,6 +22,7 @@ from rooflax.models.model import Model
 from rooflax.train.adapters import LoraTraining
 from rooflax.train.config import ORPO, TrainConfig
 from rooflax.train.data import Corpus, Rows
+from rooflax.train.devices import ONE_DEVICE, ROWS, OneDevice
 from rooflax.train.step import Loss, make_token_losses
 
 
@@ -154,15 +155,20 @@ def _orpo(
 
 
 def make_reference(
-    model: Model, config: TrainConfig, lora: LoraTraining | None = None
+    model: Model,
+    config: TrainConfig,
+    lora: LoraTraining | None = None,
+    devices: OneDevice = ONE_DEVICE,
 ) -> Callable[[Any, Any, PairRows, Sequence[int]], None]:
     """The function (weights, fixed, rows, pairs) that fills in `rows.reference` of some pairs."""
     token_losses = make_token_losses(model, config, lora)
     size = config.batch_size // (config.micro_batches or 1)
 
-    @jax.jit
-    def answers(weights: Any, fixed: Any, batch: PairBatch) -> Array:
-        return -jnp.sum(batch.mask * token_losses(weights, fixed, batch), axis=1)
+    def own(weights: Any, fixed: Any, batch: PairBatch) -> Array:
+        whole = devices.whole(weights, fixed)
+        return -jnp.sum(batch.mask * token_losses(*whole, batch), axis=1)
+
+    answers = jax.jit(devices.mapped(own, ROWS))
 
     def fill(weights: Any, fixed: Any, rows: PairRows, pairs: Sequence[int]) -> None:
         for first in range(0, len(pairs), size):

@@ -17,10 +17,12 @@ from jaxtyping import Array, Float
 from rooflax.models.model import Model
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import TrainingOptions
+from rooflax.nn.shards import TENSOR
 from rooflax.nn.weights import LAYER_PREFIX, WeightLine
 from rooflax.train.adapters import LoraTraining
 from rooflax.train.config import TrainConfig
 from rooflax.train.data import PackedBatch
+from rooflax.train.devices import GRADIENTS, ONE_DEVICE, TOTAL, OneDevice
 from rooflax.train.loss import cross_entropy_sum, token_losses
 
 Step = Callable[..., tuple["TrainState", "Metrics"]]
@@ -98,7 +100,7 @@ def make_optimizer(
         b1=config.beta1,
         b2=config.beta2,
         weight_decay=config.weight_decay,
-        mask=decay_mask(table, weights) if config.fine_tune_type == "full" else None,
+        mask=None if config.trains_adapter else decay_mask(table, weights),
     )
     if config.clip_norm == 0:
         return _mixing_types(adamw)
@@ -134,10 +136,17 @@ def decay_mask(table: dict[str, WeightLine], weights: dict[str, Any]) -> dict[st
     return mask
 
 
-def init_state(weights: dict[str, Any], optimizer: optax.GradientTransformation) -> TrainState:
+def init_state(
+    weights: dict[str, Any],
+    optimizer: optax.GradientTransformation,
+    devices: OneDevice = ONE_DEVICE,
+) -> TrainState:
     """The state before the first step; weights become float32 copies that may be donated."""
     masters = jax.tree.map(lambda w: jnp.array(w, jnp.float32, copy=True), weights)
-    return TrainState(masters, jax.jit(optimizer.init)(masters), jnp.zeros((), jnp.int32))
+    masters = devices.placed(masters)
+    shardings = devices.shardings(jax.eval_shape(optimizer.init, masters))
+    opt_state = jax.jit(optimizer.init, out_shardings=shardings)(masters)
+    return TrainState(masters, opt_state, devices.placed(jnp.zeros((), jnp.int32)))
 
 
 def make_train_step(
@@ -146,35 +155,45 @@ def make_train_step(
     config: TrainConfig,
     lora: LoraTraining | None = None,
     loss: Loss | None = None,
+    devices: OneDevice = ONE_DEVICE,
 ) -> Step:
     """The jitted step: (state, fixed, batch) -> (state, metrics); the state is donated.
 
-    With k micro-batches the rows are computed k at a time in a loop; each part's loss is its sum
-    divided by the whole step's count, so that the gradient is that of one batch.
+    With k micro-batches each device computes its rows in k parts, one after the other; each part's
+    loss is its sum divided by the whole step's count, so that the gradient is that of one batch.
 
     Args:
         model: gives architecture and family; its arrays are not captured.
         lora: what is trained, if not all weights.
         loss: None is `cross_entropy`.
+        devices: among which rows and arrays are split.
     """
     loss = loss or cross_entropy(model, config, lora)
+
+    def own(weights: Any, fixed: Any, rows: Any, scale: Any) -> Any:
+        """The loss of a device's rows, and its gradient."""
+
+        def part(weights: Any, rows: Any) -> Any:
+            sums = loss.sums(*devices.whole(weights, fixed), *rows)
+            return jax.tree.map(lambda total: total * scale, sums)
+
+        graded = jax.value_and_grad(part, has_aux=True)
+        numbers, grads = _accumulate(graded, weights, rows, config.micro_batches or 1)
+        return devices.summed(numbers), devices.summed_gradients(grads)
+
+    of_rows = devices.mapped(own, (TOTAL, GRADIENTS))
 
     def step(state: TrainState, fixed: Any, batch: Any) -> tuple[TrainState, Metrics]:
         count = loss.count(batch)
         scale = 1.0 / jnp.maximum(count, 1.0)
         rows = batch.mask.shape[0]
         seeds = state.step * rows + jnp.arange(rows, dtype=jnp.int32)
-
-        def part(weights: Any, batch: Any) -> Any:
-            return jax.tree.map(lambda total: total * scale, loss.sums(weights, fixed, *batch))
-
-        graded = jax.value_and_grad(part, has_aux=True)
-        micro_batches = config.micro_batches or 1
-        (mean, more), grads = _accumulate(graded, state.weights, (batch, seeds), micro_batches)
+        (mean, more), grads = of_rows(state.weights, fixed, (batch, seeds), scale)
         norm = global_norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.weights)
         weights = cast(dict[str, Any], optax.apply_updates(state.weights, updates))
-        return TrainState(weights, opt_state, state.step + 1), Metrics(mean, norm, count, more)
+        after = TrainState(weights, opt_state, state.step + 1)
+        return devices.kept(after), Metrics(mean, norm, count, more)
 
     def steps(state: TrainState, fixed: Any, batch: Any) -> tuple[TrainState, Metrics]:
         def body(carry: TrainState, _: None) -> tuple[TrainState, Metrics]:
@@ -192,14 +211,20 @@ def make_eval_step(
     config: TrainConfig,
     lora: LoraTraining | None = None,
     loss: Loss | None = None,
+    devices: OneDevice = ONE_DEVICE,
 ) -> Callable[..., tuple[Any, Any, Any]]:
     """The jitted function (weights, fixed, batch) -> (summed loss, its count, further sums)."""
     loss = loss or cross_entropy(model, replace(config, remat=None), lora)
 
+    def own(weights: Any, fixed: Any, batch: Any) -> Any:
+        micro, whole = _split_rows(batch, config.micro_batches or 1), devices.whole(weights, fixed)
+        sums = jax.lax.map(lambda part: loss.sums(*whole, part, None), micro)
+        return devices.summed(jax.tree.map(jnp.sum, sums))
+
+    of_rows = devices.mapped(own, TOTAL)
+
     def evaluate(weights: Any, fixed: Any, batch: Any) -> tuple[Any, Any, Any]:
-        micro = _split_rows(batch, config.micro_batches or 1)
-        sums = jax.lax.map(lambda part: loss.sums(weights, fixed, part, None), micro)
-        total, more = jax.tree.map(jnp.sum, sums)
+        total, more = of_rows(weights, fixed, batch)
         return total, loss.count(batch), more
 
     return jax.jit(evaluate)
@@ -256,7 +281,8 @@ def _make_forward(
 ) -> tuple[Callable[..., tuple[Model, Float[Array, "rows seq D"]]], TrainingOptions]:
     """(weights, fixed, batch, seeds) -> the model with these weights, and its hidden states."""
     skeleton = replace(model, weights={}, rope=None)
-    options = TrainingOptions(layers=config.layers)
+    is_partitioned = config.mesh_sizes.get(TENSOR, 1) > 1
+    options = TrainingOptions(layers=config.layers, is_partitioned=is_partitioned)
     table = model.table
     dtype = jnp.dtype(config.dtype)
 

@@ -137,6 +137,7 @@ COMMANDS = {
             "--dtype": ["bfloat16"],
             "--remat": ["dots"],
             "--layers": ["scan"],
+            "--mesh": ["data=2"],
             "--eval-every": ["1"],
             "--eval-batches": ["2"],
             "--checkpoint-every": ["5"],
@@ -159,6 +160,7 @@ COMMANDS = {
             for flag, value in {
                 "--lora-rank": ["4"], "--lora-alpha": ["4"], "--lora-dropout": ["0.5"],
                 "--use-rslora": [], "--target-modules": ["q_proj"], "--num-layers": ["1"],
+                "--modules-to-save": ["lm_head"],
             }.items()
         },
     ),

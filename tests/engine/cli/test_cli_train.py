@@ -179,7 +179,7 @@ def log_of(run):
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_samples_of_prompts_and_a_tracker(rooflax, data, kind, monkeypatch):
+def test_samples_of_prompts_and_a_tracker(rooflax, data, chat, kind, monkeypatch):
     """With each held-out loss and at the end; no loss is another one for them."""
     sent = []
     module = SimpleNamespace(

@@ -248,6 +248,17 @@ def test_a_fused_gguf_file_of_a_gguf_file(tmp_path):
     np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE)
 
 
+def test_whole_weights_take_the_base_models_place(case, tmp_path):
+    base = case("llama_gqa")
+    folder = adapter_cases.write_adapter(tmp_path / "adapter", "whole", base.folder)
+    out = tmp_path / "fused"
+    assert main(["fuse", str(base.folder), "--lora", str(folder), "-o", str(out), "--quiet"]) == 0
+    found = np.stack([LLM(out).logits(row.tolist()) for row in goldens.tokens()])
+    wanted = adapter_cases.read("whole")[1]
+    kept = list(goldens.KEPT_POSITIONS)
+    np.testing.assert_allclose(found[:, kept], wanted, rtol=0, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

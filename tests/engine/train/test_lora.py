@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 
 from rooflax import LLM
-from rooflax.errors import CheckpointError, RequestError
-from rooflax.loading.adapters import open_adapter, save_adapter
+from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
+from rooflax.loading.adapters import fused, open_adapter, save_adapter
 from rooflax.loading.load import load
 from rooflax.loading.model_info import model_info
 from rooflax.models.initialize import random_weights
 from rooflax.models.model import build
 from rooflax.models.registry import read_config
 from rooflax.nn.storage import Storage
-from rooflax.ops.linear.frozen import product
+from rooflax.ops.linear.frozen import Frozen, lengths, product
 from rooflax.ops.weights import Pairs, as_operand, pack_pairs, quantize
+from rooflax.ops.weights.rotation import rotate
 from rooflax.train.adapters import LoraTraining, resolved
 from rooflax.train.data import PackedBatch
 from rooflax.train.log import read_log
@@ -73,19 +74,24 @@ def test_gradients_of_a_frozen_product(format):
     numbers = stored.numbers()
     np.testing.assert_allclose(found, x @ numbers, rtol=0, atol=1e-4)
     np.testing.assert_allclose(back(dy)[0], dy @ numbers.T, rtol=0, atol=1e-4)
+    a, b = (jnp.asarray(random.normal(size=size), jnp.float32) for size in ((256, 3), (3, 48)))
+    found = lengths(Frozen(stored, (256,), (48,)), a, b)
+    own = rotate(numbers.T).T if stored.rotates_inputs else numbers
+    np.testing.assert_allclose(found, np.linalg.norm(own + a @ b, axis=0), rtol=1e-5)
 
 
 @pytest.mark.parametrize("layers", ["unrolled", "scan"])
-def test_losses_equal_pefts(layers):
+@pytest.mark.parametrize("kind", adapter_cases.KINDS)
+def test_losses_equal_pefts(kind, layers):
     model, _ = adapter_cases.started()
-    config = dataclasses.replace(adapter_cases.train_config(), layers=layers)
+    config = dataclasses.replace(adapter_cases.train_config(kind), layers=layers)
     model = model.stacked() if layers == "scan" else model
     state, step, _ = stepping(model, config)
     losses = []
     for tokens in adapter_cases.batches():
         state, metrics = step(state, model, packed(tokens))
         losses.append(float(metrics.loss))
-    np.testing.assert_allclose(losses, adapter_cases.committed_losses(), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(losses, adapter_cases.committed_losses(kind), rtol=0, atol=1e-4)
 
 
 def test_gradients_beside_codes_are_those_beside_their_numbers():
@@ -133,8 +139,10 @@ def test_only_a_and_b_are_trained_and_kept(finished):
     }  # fmt: skip
 
 
-def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path, corpora):
-    config = dataclasses.replace(CONFIG, lora_dropout=0.2, steps=12)
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path, corpora, kind):
+    changes = {"lora_dropout": 0.2, "steps": 12} | adapter_cases.KINDS[kind][0]
+    config = dataclasses.replace(CONFIG, **changes)
     model = tiny.make_model()
     whole = run_training(model, config, *corpora, tmp_path / "whole")
     run_training(model, config, *corpora, tmp_path / "cut")
@@ -146,6 +154,7 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path, corpora):
     for module, part in again.adapter.matrices.items():
         np.testing.assert_array_equal(part.a, whole.adapter.matrices[module].a)
         np.testing.assert_array_equal(part.b, whole.adapter.matrices[module].b)
+        np.testing.assert_array_equal(part.magnitude, whole.adapter.matrices[module].magnitude)
 
 
 def test_dropout_is_by_row_whatever_the_micro_batches():
@@ -162,23 +171,44 @@ def test_dropout_is_by_row_whatever_the_micro_batches():
     assert abs(losses[1, 0.5] - losses[1, 0.0]) > 1e-3
 
 
-def test_what_was_trained_is_what_is_saved_and_run(case, tmp_path):
-    """The loss of the trained model, by the adapter's folder beside the same base."""
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("lora", {}),
+        ("dora", {"layers": "scan", "num_layers": 2}),
+        ("dora", {"target_modules": "v_proj,down_proj,lm_head"}),
+        ("whole", {}),
+    ],
+)
+def test_what_was_trained_is_what_is_saved_and_run(case, tmp_path, kind, settings):
+    """The loss of the trained model, by the adapter's folder beside the same base, and merged."""
     base = case("llama_gqa")
-    config = dataclasses.replace(adapter_cases.train_config(), use_rslora=True)
-    state, step, lora = stepping(base.model, config)
+    config = dataclasses.replace(adapter_cases.train_config(kind), use_rslora=True, **settings)
+    model = base.model.stacked() if config.layers == "scan" else base.model
+    state, step, lora = stepping(model, config)
     for tokens in adapter_cases.batches()[:5]:
-        state, _ = step(state, base.model, packed(tokens))
+        state, _ = step(state, model, packed(tokens))
     info = model_info(base.folder)
     matrices = lora.adapters(state.weights)
-    save_adapter(tmp_path / "a", matrices, lora.config, info.family, info.config, "base")
+    save_adapter(
+        tmp_path / "a", matrices, lora.config, info.family, info.config, "base",
+        lora.whole(state.weights),
+    )  # fmt: skip
     last = adapter_cases.batches()[-1]
-    evaluate = make_eval_step(base.model, config, lora)
-    total, count, _ = evaluate(state.weights, base.model, packed(last))
-    scores = LLM(base.folder, lora=tmp_path / "a").score([row.tolist() for row in last])
-    assert -np.concatenate(scores).mean() == pytest.approx(float(total) / float(count), abs=1e-5)
+    evaluate = make_eval_step(model, config, lora)
+    total, count, _ = evaluate(state.weights, model, packed(last))
+    ways = [{"model": fused(info, open_adapter(tmp_path / "a", info, merges=True))}]
+    if kind == "whole":
+        with pytest.raises(UnsupportedModelError, match="modules_to_save = .*; merge the adapter"):
+            LLM(base.folder, lora=tmp_path / "a")
+    else:
+        ways.append({"model": base.folder, "lora": tmp_path / "a"})
+    for way in ways:
+        scores = LLM(**way).score([row.tolist() for row in last])
+        mean = -np.concatenate(scores).mean()
+        assert mean == pytest.approx(float(total) / float(count), abs=1e-5)
     said = json.loads((tmp_path / "a/adapter_config.json").read_text())
-    assert said["use_rslora"] and said["r"] == 4
+    assert said["use_rslora"] and said["r"] == 4 and said["use_dora"] == (kind == "dora")
 
 
 @pytest.mark.parametrize(
@@ -207,6 +237,23 @@ def test_targets_that_are_not_there_are_named(case):
     config = dataclasses.replace(CONFIG, target_modules="q_proj,wq")
     with pytest.raises(RequestError, match="target_modules names 'wq', and llama has .*q_proj"):
         resolved(case("llama_gqa").model, config)
+
+
+@pytest.mark.parametrize(
+    ("variant", "settings", "said"),
+    [
+        ("llama_gqa", {"modules_to_save": "score"}, "names 'score', and llama has lm_head and mod"),
+        ("llama3_tied", {"modules_to_save": "lm_head"}, "has its head tied to its embedding"),
+        (
+            "llama_gqa",
+            {"modules_to_save": "lm_head", "target_modules": "q_proj,lm_head"},
+            "target_modules and modules_to_save both name lm_head",
+        ),
+    ],
+)
+def test_whole_weights_that_are_not_there_are_named(case, variant, settings, said):
+    with pytest.raises(RequestError, match=said):
+        resolved(case(variant).model, dataclasses.replace(CONFIG, **settings))
 
 
 def test_a_run_on_another_kind_of_training_is_not_resumed(finished, corpora):

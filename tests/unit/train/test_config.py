@@ -16,7 +16,7 @@ POSITIVE = ("steps", "tokens", "batch_size", "seq_len", "micro_batches",
 NOT_NEGATIVE = ("warmup_steps", "seed", "eval_every", "checkpoint_every")
 MAY_BE_NONE = ("warmup_steps", "micro_batches", "beta")
 FLAGS = ("save_best", "use_rslora")
-TEXTS = ("target_modules", "reward")
+TEXTS = ("target_modules", "modules_to_save", "reward", "mesh")
 NUMBERS = ("learning_rate", "min_lr_ratio", "weight_decay", "clip_norm", "beta1", "beta2",
            "lora_alpha", "lora_dropout", "beta", "label_smoothing", "epsilon")  # fmt: skip
 CHOICES = ("dtype", "remat", "layers", "save_dtype", "fine_tune_type", "train_mode", "loss_type")
@@ -141,6 +141,17 @@ def test_tokens_become_whole_steps(tokens, steps):
 def test_rows_divide():
     with pytest.raises(RequestError, match=r"batch_size is 6, .* multiple of 4"):
         make(batch_size=6, micro_batches=4)
+    with pytest.raises(RequestError, match=r"batch_size is 18, .* multiple of 12"):
+        make(batch_size=18, micro_batches=2, mesh="data=3,fsdp=2,tensor=2")
+
+
+def test_each_device_has_micro_batches_and_another_number_of_devices_others():
+    whole, split = make(batch_size=16, seq_len=256), make(batch_size=16, seq_len=256, mesh="data=2")
+    assert (whole.resolved(0, 1024).micro_batches, split.resolved(0, 1024).micro_batches) == (4, 2)
+    saved = json.loads(json.dumps(split.resolved(0, 1024).to_json()))
+    whole.resolved(0, 1024).check_same(saved)
+    with pytest.raises(RequestError, match="^micro_batches is 4, but"):
+        make(batch_size=16, seq_len=256, mesh="data=2", micro_batches=4).check_same(saved)
 
 
 @pytest.mark.parametrize(
@@ -163,11 +174,12 @@ OTHER = {
     "steps": 9, "batch_size": 32, "seq_len": 256, "micro_batches": 2,
     "learning_rate": 2e-3, "min_lr_ratio": 0.2, "warmup_steps": 7, "weight_decay": 0.2,
     "clip_norm": 2.0, "beta1": 0.8, "beta2": 0.9, "seed": 1, "dtype": "bfloat16",
-    "remat": "dots", "layers": "scan", "eval_every": 3, "eval_batches": 5,
+    "remat": "dots", "layers": "scan", "mesh": "data=2", "eval_every": 3, "eval_batches": 5,
     "checkpoint_every": 9, "keep": 7, "save_dtype": "float32", "patience": 3,
     "save_best": True,
     "fine_tune_type": "lora", "lora_rank": 4, "lora_alpha": 3.0, "lora_dropout": 0.1,
-    "use_rslora": True, "target_modules": "q_proj", "num_layers": 2,
+    "use_rslora": True, "target_modules": "q_proj", "modules_to_save": "lm_head",
+    "num_layers": 2,
     "train_mode": "orpo", "beta": 0.2, "loss_type": "ipo", "label_smoothing": 0.1,
     "reward": "b.py:f", "num_generations": 4, "max_completion_length": 9, "epsilon": 0.1,
     "num_iterations": 2,
@@ -175,7 +187,8 @@ OTHER = {
 
 
 OF_ADAPTERS = (
-    "lora_rank", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "num_layers",
+    "lora_rank", "lora_alpha", "lora_dropout", "use_rslora", "target_modules",
+    "modules_to_save", "num_layers",
 )  # fmt: skip
 
 

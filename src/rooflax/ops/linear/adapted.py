@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops.linear.api import matmul, take
+from rooflax.ops.linear.frozen import lengths
 from rooflax.ops.linear.prologue import applied
 from rooflax.ops.weights import StackMember, Wrapper, as_operand, at, taken
 
@@ -52,6 +53,8 @@ class Adapted(Wrapper):
         b: float32 [rank, out], the adapter's scale included.
         columns: what each output of x W + (x A) B is multiplied by before the bias, [out], as DoRA
             has it; None is 1.
+        magnitude: of DoRA in training, beside a `Frozen` base and in place of `columns`: the length
+            that each output's weights are brought to, [out]; 0 leaves an output as it is.
         dropout: of what A multiplies; None is none.
         slots: adapters side by side in A and B, of ranks that are equal; 0 is one adapter for all
             rows.
@@ -71,16 +74,16 @@ class Adapted(Wrapper):
     dropout: Dropout | None = None
     slots: int = field(default=0, metadata=STATIC)
     rows: Int[Array, " rows"] | None = None
+    magnitude: Float[Array, "*stack out"] | StackMember | None = None
 
     def at(self, index: Any) -> Adapted:
         """One of stacked layers, left where it lies."""
-        columns = None if self.columns is None else at(self.columns, index)
-        parts = (at(part, index) for part in (self.base, self.a, self.b))
-        base, a, b = parts
-        dropout = self.dropout
-        if dropout is not None:
-            dropout = replace(dropout, number=at(dropout.number, index))
-        return replace(self, base=base, a=a, b=b, columns=columns, dropout=dropout)
+        names = ("base", "a", "b", "columns", "magnitude")
+        parts = {name: getattr(self, name) for name in names}
+        found: dict[str, Any] = {k: v if v is None else at(v, index) for k, v in parts.items()}
+        if self.dropout is not None:
+            found["dropout"] = replace(self.dropout, number=at(self.dropout.number, index))
+        return replace(self, **found)
 
     def matmul(
         self,
@@ -103,15 +106,24 @@ class Adapted(Wrapper):
             rows = self.dropout(applied(prologue, x))
             few = matmul(as_operand(self.a), rows, dtype=jnp.float32, **options)
         plain: dict[str, Any] = {"prologue": prologue, "dtype": dtype} | options
-        if self.columns is None:
+        columns = self._columns()
+        if columns is None:
             y = matmul(self.operand, x, bias, residual=residual, **plain)
             return matmul(as_operand(self.b), few, residual=y, dtype=y.dtype, **options)
         y = matmul(self.operand, x, **plain)
         y = matmul(as_operand(self.b), few, residual=y, dtype=y.dtype, **options)
-        y = y.astype(jnp.float32) * taken(self.columns)[None, :]
+        y = y.astype(jnp.float32) * columns[None, :]
         y = y if bias is None else y + taken(bias).astype(jnp.float32)[None, :]
         y = y.astype(dtype)
         return y if residual is None else y + residual
+
+    def _columns(self) -> Float[Array, " out"] | None:
+        if self.magnitude is None:
+            return None if self.columns is None else taken(self.columns)
+        wanted = taken(self.magnitude)
+        is_free = wanted == 0
+        found = jnp.where(is_free, 1.0, lengths(self.base, taken(self.a), taken(self.b)))
+        return jnp.where(is_free, 1.0, wanted / found)
 
     def _by_row(
         self, x: Array, bias: Any, prologue: Any, residual: Any, dtype: Any, form: dict[str, Any]

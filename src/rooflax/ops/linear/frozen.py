@@ -27,7 +27,7 @@ from rooflax.ops.weights import (
     at,
     taken,
 )
-from rooflax.ops.weights.rotation import rotate
+from rooflax.ops.weights.rotation import BLOCK, rotate
 
 STATIC = {"static": True}
 
@@ -64,6 +64,21 @@ def _numbers(w: StoredOperand, x: Array) -> Float[Array, "in out"]:
 
 
 product.defvjp(_forward, _backward)
+
+
+def lengths(
+    w: Frozen, a: Float[Array, "in rank"], b: Float[Array, "rank out"]
+) -> Float[Array, " out"]:
+    """Length of each output's weights in W + A B, without a gradient, as DoRA divides by it.
+
+        |w + A b|^2 = |w|^2 + 2 b . (A' w) + b . (A' A) b
+
+    so that the sum itself is never made.
+    """
+    a, b = jax.lax.stop_gradient((a, b))
+    rows = a.T
+    added = jnp.sum(b * (2 * _product(rows, w.operand) + rows @ a @ b), axis=0)
+    return jax.lax.stop_gradient(jnp.sqrt(jnp.maximum(_squares(rows, w.operand) + added, 0.0)))
 
 
 @jax.tree_util.register_dataclass
@@ -104,6 +119,18 @@ class Frozen(Wrapper):
 
     def take(self, ids: Int[Array, " n"], **options: Any) -> Float[Array, "n in"]:
         return take(self.operand, ids, **options)
+
+
+def _squares(x: Float[Array, "rows in"], w: Operand) -> Float[Array, " out"]:
+    """Sum over the inputs of the squares of W's numbers, made once x is there."""
+    if isinstance(w, Fused):
+        return w.together([_squares(x, part)[None] for part in w.parts])[0]
+    if isinstance(w, Branch):
+        return w.branch(lambda one: _squares(x, one))
+    stack, index = w.in_stack()
+    one = stack if index is None else stack.member(index)
+    squares = jnp.sum(jnp.square(_numbers(one, x)), axis=0)
+    return squares * BLOCK if one.rotates_inputs else squares
 
 
 def _product(x: Float[Array, "rows in"], w: Operand) -> Float[Array, "rows out"]:

@@ -1,0 +1,80 @@
+"""Runs on meshes of simulated devices: losses, memory, another number of devices."""
+
+import numpy as np
+import pytest
+
+from rooflax.errors import RequestError
+from rooflax.train.loop import run_training
+from tests.support.train import meshes, tiny
+
+pytestmark = pytest.mark.oldest_jax
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return meshes.found(tmp_path_factory.mktemp("meshes"))
+
+
+@pytest.mark.parametrize("kind", meshes.MESHES)
+def test_losses_are_those_of_one_device(found, kind):
+    runs = found["runs"][kind]
+    alone = runs.pop("None")
+    assert alone["devices"] == 1
+    assert len(alone["losses"]) == meshes.STEPS
+    assert abs(alone["losses"][-1] - alone["losses"][0]) > 0.003
+    for mesh, own in runs.items():
+        assert own["devices"] == np.prod([int(part[-1]) for part in mesh.split(",")]), mesh
+        np.testing.assert_allclose(own["losses"], alone["losses"], rtol=0, atol=1e-5, err_msg=mesh)
+        assert own["held_out"] == pytest.approx(alone["held_out"], abs=1e-5), mesh
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "share"),
+    [
+        ("full", "fsdp=4", 0.3),
+        ("full", "fsdp=2,tensor=2", 0.4),  # the vocabulary, which is odd, is not split over tensor
+        ("dora", "fsdp=4", 0.3),
+    ],
+)
+def test_the_state_is_split(found, kind, mesh, share):
+    own = found["runs"][kind][mesh]
+    assert own["most"] <= share * own["bytes"]
+
+
+def test_a_run_goes_on_with_other_devices(found):
+    alone, other = found["resumed"].values()
+    np.testing.assert_allclose(other, alone, rtol=0, atol=1e-5)
+    assert len(alone) == meshes.STEPS
+
+
+SETTINGS = {
+    "stage=2": ({}, "it must be AXIS=N .* of data, fsdp, tensor"),
+    "data=3": ({}, "batch_size is 4, which does not divide by 3"),
+    "data=2": (
+        {"train_mode": "grpo", "reward": "x.py:f", "batch_size": 8, "max_completion_length": 9},
+        "on one device",
+    ),
+}
+
+
+@pytest.mark.parametrize("mesh", SETTINGS)
+def test_settings_that_a_mesh_does_not_go_with(mesh):
+    changes, said = SETTINGS[mesh]
+    with pytest.raises(RequestError, match=said):
+        tiny.settings(mesh=mesh, **changes)
+
+
+MODELS = {
+    "tensor=3": ({}, "mesh tensor=3 needs 3 devices, here: 2"),
+    "tensor=2": ({"num_key_value_heads": 3}, "3 kv_heads do not divide over 2 devices"),
+    "fsdp=2": ({"hidden_size": 35}, "no axis of embed .281, 35. divides over fsdp=2 devices"),
+}
+
+
+@pytest.mark.parametrize("mesh", MODELS)
+def test_a_model_that_does_not_divide_is_said(corpora, tmp_path, mesh):
+    changes, said = MODELS[mesh]
+    model = tiny.make_model(**changes)
+    with pytest.raises(RequestError, match=said) as caught:
+        run_training(model, tiny.settings(mesh=mesh), *corpora, tmp_path)
+    assert "\n" not in str(caught.value)

@@ -250,6 +250,7 @@ def test_folders_of_chats_with_masks(rooflax, data, chat):
     for name, count in (("train", 40), ("valid", 6), ("test", 5)):
         chats(data / f"chats/{name}.jsonl", count)
     flags = (chat, "--assistant-only-loss", "--lr", 1e-3, "--seq-len", 64, "--json")
+    flags += ("--save-dtype", "float32")
     ran = train(rooflax, *flags, data="chats")
     assert ran.code == 0, ran.err
     assert "40 documents to train on, 6 held out, 5 to test" in ran.err

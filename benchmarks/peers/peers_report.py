@@ -208,7 +208,7 @@ def introduction(document: dict[str, Any]) -> list[str]:
     ]
     batches_facts = [
         (
-            "Tokens per second, the median of the trials; random weights of real sizes. Engines "
+            f"Tokens per second, the median of the trials; {weights_of(document)}. Engines "
             "are interleaved, trial by trial; only one computes at a time. `N x P` is N prompts of "
             f"P tokens; decode is the {steps} steps after the first token."
         ),
@@ -221,6 +221,14 @@ def introduction(document: dict[str, Any]) -> list[str]:
     if document["jobs"]:
         facts += batches_facts
     return [f"Written by `python {command}`; every trial is in the JSON beside it.", bullets(facts)]
+
+
+def weights_of(document: dict[str, Any]) -> str:
+    """What is in the files."""
+    names = dict.fromkeys(job["model"] for job in document["jobs"])
+    published = [f"{n} is {plan.PUBLISHED[n]}" for n in names if n in plan.PUBLISHED]
+    random = ["random weights of real sizes"] * (len(published) < len(names))
+    return "; ".join([*published, *random])
 
 
 def version(about: Any) -> str:

@@ -24,7 +24,7 @@ from rooflax.loading.plan import Plan
 from rooflax.models.memory import ONE_DEVICE
 from rooflax.nn.decoder import Decoder
 from rooflax.ops import native
-from rooflax.ops.formats import ELSEWHERE, format_of
+from rooflax.ops.formats import format_of
 
 ROWS, PROMPT, CONTEXT = 8, 64, 72
 """Of the steps in the table: rows of several sequences, tokens of a prompt, and a decode step's
@@ -32,6 +32,8 @@ mean context."""
 READINGS = 5
 LEAST_MODELS = 3
 """Of other models, to fit two numbers and know an error."""
+MEASURED_AS = {"w8a8": "w8a8-h64", "w4a8": "iq4_nl"}
+"""Formats whose bytes and kernels are nearly those of another one."""
 TABLE = Path(__file__).with_name("efficiencies.json")
 
 
@@ -141,7 +143,7 @@ def predict(plan: Plan) -> dict[str, Any] | None:
     read = ceiling_reader(steps["decode 1"][1].total_bytes, multiplied_as(plan.storage))
     readings = [read() for _ in range(READINGS)]
     format = format_of(plan.storage.format)
-    format = ELSEWHERE.get(format, format)  # the same bytes and, but for a rotation, kernels
+    format = MEASURED_AS.get(format, format)
     by_kind: dict[str, Any] = {}
     least = 0.0  # a step of several rows takes no less than that of one
     for kind, (tokens, cost) in steps.items():

@@ -18,6 +18,7 @@ from rooflax.fields.declaration import declarations
 from rooflax.files import only_writer, read_regular, replacing
 from rooflax.train.config import (
     DEFAULTS,
+    DORA,
     FULL,
     GRPO,
     LORA,
@@ -211,10 +212,13 @@ def _check_flags(args: argparse.Namespace) -> None:
         raise RequestError(
             f"{flag} is not for --train-mode grpo, which takes prompts as the MODEL does."
         )
-    if args.sample and (args.config or args.tokenizer or args.layers != "unrolled"):
-        raise RequestError(
-            "--sample is for a MODEL with its own tokenizer and --layers unrolled; drop it."
-        )
+    unfit = {
+        "--config": args.config, "--tokenizer": args.tokenizer, "--mesh": args.mesh,
+        "--layers scan": args.layers == "scan", "--modules-to-save": args.modules_to_save,
+        "--fine-tune-type dora": args.fine_tune_type == DORA,
+    }  # fmt: skip
+    if args.sample and (flag := next((flag for flag, is_set in unfit.items() if is_set), None)):
+        raise RequestError(f"--sample does not go with {flag}; drop one of them.")
     if args.report_to is not None:
         tracker_module(args.report_to)
     if args.config is None and args.vocab_size is not None:

@@ -125,7 +125,7 @@ COMMANDS = {
             "--assistant-only-loss": ([], "plain text, which has no prompt"),
             "--truncation": (["some"], "truncation is 'some'"),
             "--dry-run": [],
-            "--sample": (["x", "--layers", "scan"], "--layers unrolled; drop it"),
+            "--sample": (["x", "--layers", "scan"], "does not go with --layers scan"),
             "--report-to": (["x"], "invalid choice: 'x'"),
             "--patience": ["2"],
             "--save-best": [],

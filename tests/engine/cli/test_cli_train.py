@@ -217,8 +217,13 @@ def test_samples_of_prompts_and_a_tracker(rooflax, data, chat, kind, monkeypatch
 
 
 def test_samples_that_cannot_be(rooflax, data):
-    ran = train(rooflax, *NEW, "--sample", "x")
-    assert ran.code == 2 and "--sample is for a MODEL with its own tokenizer" in ran.err
+    adapter = ("--modules-to-save", "lm_head", "--fine-tune-type", "lora")
+    for flags, named in (
+        (NEW, "--config"), (("--tokenizer", "x"), "--tokenizer"), (adapter, "--modules-to-save"),
+        (("--mesh", "data=2"), "--mesh"), (("--fine-tune-type", "dora"), "--fine-tune-type dora"),
+    ):  # fmt: skip
+        ran = train(rooflax, *flags, "--sample", "x")
+        assert ran.code == 2 and f"--sample does not go with {named}; drop one" in ran.err
     ran = train(rooflax, "--sample", "")
     assert ran.code == 2 and "the sample '' has 0 tokens" in ran.err.splitlines()[-1]
     assert not (data / "run/log.jsonl").exists()

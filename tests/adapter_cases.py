@@ -40,7 +40,15 @@ CASES = {
 }
 """Per case the variant of `goldens`, and arguments of LoraConfig."""
 WHOLE = {"modules_to_save": ["lm_head", "embed_tokens"]}
-MERGED = {"whole": ("llama_gqa", {"target_modules": ["q_proj", "up_proj"]} | WHOLE)}
+EXPERTS = {
+    "target_modules": ["q_proj", "v_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
+MERGED = {
+    "whole": ("llama_gqa", {"target_modules": ["q_proj", "up_proj"]} | WHOLE),
+    "experts": ("gpt_oss", EXPERTS),
+    "down": ("gpt_oss", EXPERTS | {"target_parameters": ["experts.down_proj"]}),
+}
 """Cases that are merged only."""
 
 
@@ -102,8 +110,15 @@ KINDS = {
     "lora": ({}, {}),
     "dora": ({"fine_tune_type": "dora"}, {"use_dora": True}),
     "whole": ({"modules_to_save": "lm_head,embed_tokens"}, WHOLE),
+    "experts": ({name: ",".join(names) for name, names in EXPERTS.items()}, EXPERTS),
 }
 """What is trained: settings of TrainConfig, and arguments of LoraConfig."""
+VARIANTS = dict.fromkeys(KINDS, TRAINED[0]) | {"experts": "gpt_oss"}
+WRAPPED = {
+    "mlp.experts.base_layer": "mlp.experts.gate_up_proj",
+    "mlp.experts": "mlp.experts.down_proj",
+}
+"""Ends of modules' paths in PEFT, where both parameters have adapters, and of what they change."""
 
 
 def train_config(kind: str = "lora"):
@@ -131,7 +146,7 @@ def peft_losses(kind: str, start) -> list[float]:
 
     config = train_config(kind)
     arguments = {"target_modules": "all-linear", "r": config.lora_rank} | KINDS[kind][1]
-    model = peft_model(TRAINED[0], arguments | {"lora_alpha": config.lora_alpha}).train()
+    model = peft_model(VARIANTS[kind], arguments | {"lora_alpha": config.lora_alpha}).train()
     names = {
         ".lora_A.": "a", ".lora_B.": "b", ".lora_magnitude_vector.": "magnitude",
         ".modules_to_save.": "weight",
@@ -141,7 +156,11 @@ def peft_losses(kind: str, start) -> list[float]:
         for part, key in names.items():
             module, has, _ = name.partition(part)
             if has:
-                own = start[module.removeprefix("base_model.model.")][key]
+                module = module.removeprefix("base_model.model.")
+                for end, parameter_path in WRAPPED.items():
+                    if module.endswith(f".{end}"):
+                        module = module.removesuffix(end) + parameter_path
+                own = start[module][key]
                 parameter.data = torch.tensor(np.asarray(own))
                 trained.append(parameter)
     betas, rate = (config.beta1, config.beta2), learning_rate(config)
@@ -170,7 +189,7 @@ def started(kind: str = "lora"):
     from rooflax.train.adapters import LoraTraining
 
     with tempfile.TemporaryDirectory() as folder:
-        variant = TRAINED[0]
+        variant = VARIANTS[kind]
         path = goldens.write_checkpoint(Path(folder) / variant, variant, goldens.committed(variant))
         model = load(path)
     return model, LoraTraining(model, train_config(kind))

@@ -47,6 +47,7 @@ class AdapterConfig:
             None is all layers, no names is any.
         rank_pattern, alpha_pattern: by patterns that paths end with.
         modules_to_save: names or ends of paths of modules whose whole weight is in the file.
+        target_parameters: ends of paths of experts' parameters to change.
         dropout: of what A multiplies, in training.
     """
 
@@ -61,6 +62,7 @@ class AdapterConfig:
     use_rslora: bool = False
     use_dora: bool = False
     modules_to_save: tuple[str, ...] = ()
+    target_parameters: tuple[str, ...] = ()
     dropout: float = 0.0
     warning: str | None = None
 
@@ -77,6 +79,10 @@ class AdapterConfig:
     def replaces(self, module: str) -> bool:
         """Whether the file has a module's whole weight, by its path."""
         return _names(self.modules_to_save, module)
+
+    def changes_experts(self, parameter: str) -> bool:
+        """Whether experts have an adapter, by their parameter's path."""
+        return _names(self.target_parameters, parameter)
 
     def _layer(self, module: str) -> int | None:
         """The first number in a path, or the one behind one of the patterns."""
@@ -117,6 +123,7 @@ class AdapterConfig:
             "target_modules": targets if isinstance(targets, str) else list(targets),
             "layers_to_transform": None if self.layers is None else list(self.layers),
             "modules_to_save": list(self.modules_to_save) or None,
+            "target_parameters": list(self.target_parameters) or None,
         }
 
 
@@ -204,6 +211,7 @@ class _Reader:
             use_rslora=bool(self._take("use_rslora", False)),
             use_dora=bool(self._take("use_dora", False)),
             modules_to_save=self._texts("modules_to_save"),
+            target_parameters=self._texts("target_parameters"),
             warning=warning,
         )
         for key, value in self._left.items():

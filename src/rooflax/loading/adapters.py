@@ -14,7 +14,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,15 @@ from rooflax.loading.safetensors import (
 )
 from rooflax.loading.source import ArraySource, Source
 from rooflax.loading.tensor_plan import NameMap
-from rooflax.models.adapters import HEAD, LowRank, Target, tables, targets
+from rooflax.models.adapters import (
+    HEAD,
+    Experts,
+    LowRank,
+    Target,
+    expert_targets,
+    tables,
+    targets,
+)
 from rooflax.models.registry import family
 from rooflax.nn.decoder import Decoder
 
@@ -60,6 +68,7 @@ class Adapter:
         file: its tensors.
         stored: by module, the names of A, B, and with DoRA the magnitudes.
         replaced: tensors of the base by their names, and those that take their place.
+        experts: by parameter, what it changes, and the names of A and B.
     """
 
     folder: Path
@@ -68,6 +77,7 @@ class Adapter:
     file: Source
     stored: Mapping[str, Mapping[str, str]]
     replaced: Mapping[str, str]
+    experts: Mapping[str, tuple[Experts, str, str]] = field(default_factory=dict)
 
     @cached_property
     def digest(self) -> str:
@@ -170,13 +180,24 @@ class Merged:
             self._targets[stored] = target
         found = {names.find(name): own for name, own in adapter.replaced.items()}
         self._replaced = {stored: own for stored, own in found.items() if stored is not None}
+        self._experts: dict[str, tuple[Experts, LowRank]] = {}
+        for parameter, (target, a, b) in adapter.experts.items():
+            stored = names.find(target.slot.hf_names[0])
+            if stored is None:
+                raise UnsupportedModelError(
+                    f"{adapter.folder} changes {parameter}, which is no tensor of {info.name}, so "
+                    f"that it cannot be merged; take a checkpoint that has it in floating point."
+                )
+            scale = adapter.config.scale_of(parameter)
+            part = LowRank(adapter.tensor(a), adapter.tensor(b), scale)
+            self._experts[stored] = target, part
 
     def names(self) -> list[str]:
         return self._source.names()
 
     def info(self, name: str) -> TensorInfo:
         info = self._source.info(name)
-        if name not in self._targets and name not in self._replaced:
+        if not any(name in each for each in (self._targets, self._replaced, self._experts)):
             return info
         return TensorInfo("F32", info.shape, 4 * math.prod(info.shape))
 
@@ -184,6 +205,9 @@ class Merged:
         if name in self._replaced:
             return self._adapter.tensor(self._replaced[name])
         array = self._source.read(name)
+        if name in self._experts:
+            experts, part = self._experts[name]
+            return experts.merged(np.asarray(array), part)
         target = self._targets.get(name)
         if target is None:
             return array
@@ -219,7 +243,7 @@ def open_adapter(
     """An adapter's folder or .gguf file, checked against the model that it is for.
 
     Args:
-        merges: it will be merged, so that it may hold whole weights.
+        merges: it will be merged, so that it may hold whole weights, and adapters of experts.
 
     Raises:
         CheckpointError: a file is missing or malformed, or the tensors are not those that the
@@ -238,12 +262,12 @@ def open_adapter(
             f"file."
         )
     config = read_adapter_config(folder, info.family)
-    if config.modules_to_save and not merges:
-        raise UnsupportedModelError(
-            f"{folder / ADAPTER} has modules_to_save = {list(config.modules_to_save)!r:.80}, which "
-            f"rooflax does not apply beside a base model; merge the adapter with rooflax fuse, and "
-            f"name the result."
-        )
+    for key in ("modules_to_save", "target_parameters"):
+        if not merges and (names := getattr(config, key)):
+            raise UnsupportedModelError(
+                f"{folder / ADAPTER} has {key} = {list(names)!r:.80}, which rooflax does not apply "
+                f"beside a base model; merge the adapter with rooflax fuse, and name the result."
+            )
     path = folder / WEIGHTS
     if not path.exists():
         if (folder / PICKLED).exists():
@@ -258,7 +282,8 @@ def open_adapter(
     stored: dict[str, dict[str, str]] = {}
     copies, spellings, unknown = _copies_of_base(file, info, known), set[str](), []
     replaced = _replaced(file, config, info)
-    copies |= set(replaced.values())
+    experts = _experts(file, config, info)
+    copies |= {*replaced.values(), *(name for _, *both in experts.values() for name in both)}
     for name in file.names():
         match = _TENSOR.fullmatch(name)
         module = by_name.get(match[1]) if match else None
@@ -274,11 +299,13 @@ def open_adapter(
             f"{path} has {named(unknown)}, which is not A or B of a linear layer of {info.name} "
             f"that rooflax adapts."
         )
-    if not stored:
+    if not stored and not experts:
         raise CheckpointError(f"{path} holds no adapter.")
-    first = known[min(stored)]  # paths of a file begin alike, which its config's patterns count on
-    at = next(i for i, name in enumerate(first.names) if name in spellings)
-    wanted = {m for m, t in known.items() if config.changes(t.names[min(at, len(t.names) - 1)])}
+    wanted = set[str]()
+    if stored:  # paths of a file begin alike, which its config's patterns count on
+        first = known[min(stored)]
+        at = next(i for i, name in enumerate(first.names) if name in spellings)
+        wanted = {m for m, t in known.items() if config.changes(t.names[min(at, len(t.names) - 1)])}
     if beyond := stored.keys() - wanted:
         raise CheckpointError(f"{path} has {named(beyond)}, which its {ADAPTER} does not name.")
     other = {known[m].slot.name for m in stored if not known[m].is_usual}
@@ -286,7 +313,7 @@ def open_adapter(
     if not is_all_linear(config.target_modules) and (missing := usual - stored.keys()):
         raise CheckpointError(f"{path} lacks {named(missing)}, which its {ADAPTER} names.")
     changed = {module: known[module] for module in known if module in stored}
-    adapter = Adapter(folder, config, changed, file, stored, replaced)
+    adapter = Adapter(folder, config, changed, file, stored, replaced, experts)
     _check_tensors(adapter, path)
     return adapter
 
@@ -333,6 +360,50 @@ def _replaced(file: SafetensorsFile, config: AdapterConfig, info: ModelInfo) -> 
             )
         replaced[target.weight] = stored
     return replaced
+
+
+def _experts(
+    file: SafetensorsFile, config: AdapterConfig, info: ModelInfo
+) -> dict[str, tuple[Experts, str, str]]:
+    """`Adapter.experts`.
+
+    Raises:
+        CheckpointError: the model has none of that name, or a tensor is missing or has another
+            shape or type.
+    """
+    known = expert_targets(info.family, info.config)
+    for name in config.target_parameters:
+        if not any(replace(config, target_parameters=(name,)).changes_experts(p) for p in known):
+            raise CheckpointError(
+                f"{file.path} has target_parameters = {name!r:.80}, and {info.name} no experts in "
+                f"one parameter of that name."
+            )
+    found, present = {}, set(file.names())
+    for parameter, names in expert_names(known, config).items():
+        target, rank = known[parameter], config.rank_of(parameter)
+        shapes = (target.count * rank, target.inputs), (target.outputs, rank * target.count)
+        for name, shape in zip(names, shapes, strict=True):
+            if name not in present:
+                raise CheckpointError(f"{file.path} lacks {name}, which its {ADAPTER} names.")
+            has = file.info(name)
+            if has.shape != shape or has.dtype not in FLOATING:
+                raise CheckpointError(
+                    f"{name} in {file.path} is {has.dtype} {list(has.shape)}, wanted {list(shape)}."
+                )
+        found[parameter] = target, *names
+    return found
+
+
+def expert_names(known: Mapping[str, Experts], config: AdapterConfig) -> dict[str, tuple[str, str]]:
+    """Names of A and B of experts by their parameters: PEFT wraps a module once for each."""
+    chosen = [target for target in known.values() if config.changes_experts(target.parameter)]
+    names = {}
+    for target in chosen:
+        beside = [other.parameter for other in chosen if other.module == target.module]
+        depth = len(beside) - 1 - beside.index(target.parameter)
+        path = f"{PREFIX}{target.module}{'.base_layer' * depth}"
+        names[target.parameter] = f"{path}.{A}", f"{path}.{B}"
+    return names
 
 
 def _check_tensors(adapter: Adapter, path: Path) -> None:
@@ -392,7 +463,12 @@ def save_adapter(
 
     for module, weight in (whole or {}).items():
         add(f"{PREFIX}{module}.weight", weight)
+    experts = expert_names(expert_targets(name, model), config)
     for module, part in adapters.items():
+        if module in experts:
+            for stored, array in zip(experts[module], (part.a, part.b), strict=True):
+                add(stored, array)
+            continue
         path = f"{PREFIX}{module}"
         arrays = {A: part.a, B: part.b}
         if part.magnitude is not None:
@@ -401,6 +477,6 @@ def save_adapter(
             add(f"{path}.{kind}", array)
     write_safetensors(folder / WEIGHTS, written, {"format": "pt"})
     known = targets(name, model)
-    transposed = any(known[module].is_transposed for module in adapters)
+    transposed = any(known[module].is_transposed for module in adapters if module in known)
     stated = config.to_json(base) | {"fan_in_fan_out": transposed}
     (folder / ADAPTER).write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")

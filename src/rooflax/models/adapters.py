@@ -29,11 +29,13 @@ from rooflax.nn.weights import (
     Rows,
     Shape,
     Slot,
+    StackedExperts,
     Swapped,
     TensorLayout,
     WeightLine,
 )
 from rooflax.ops.linear.adapted import Adapted
+from rooflax.ops.weights import as_operand
 from rooflax.ops.weights.quantized import namespace
 
 HEAD = "lm_head"
@@ -158,6 +160,78 @@ def tables(name: str, config: Decoder) -> dict[str, Target]:
     bare = slot.hf_names[0].removesuffix(".weight").removeprefix(prefixes[0])
     names = tuple(prefix + bare for prefix in prefixes)
     return {HEAD: head, names[0]: replace(head, slot=slot, names=names)}
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Experts of a layer whose weights are one parameter in transformers, which an adapter may
+    change by PEFT's target_parameters: A and B of each lie in one A and one B.
+
+    Attributes:
+        slot: the weight that holds them; its line has the tensor that the parameter is.
+        count: of the experts.
+        inputs, outputs: features of each.
+        parameter: its path.
+    """
+
+    slot: Slot
+    count: int
+    inputs: int
+    outputs: int
+    parameter: str
+
+    @property
+    def module(self) -> str:
+        return self.parameter.rpartition(".")[0]
+
+    def factors(self, part: LowRank) -> tuple[Any, Any]:
+        """scale A [experts, in, rank] and B [experts, rank, out], from A [experts * rank, in] and B
+        [out, rank * experts], where neighbours are of one rank."""
+        a = part.a.reshape(self.count, -1, self.inputs).swapaxes(1, 2)
+        b = part.b.reshape(self.outputs, -1, self.count).transpose(2, 1, 0)
+        return a * np.float32(part.scale), b
+
+    def merged(self, tensor: np.ndarray, part: LowRank) -> np.ndarray:
+        """The checkpoint's tensor with an adapter in it, in float32."""
+        a, b = self.factors(part)
+        change = a @ b
+        if isinstance(self.slot.line.layout, StackedExperts):  # [experts, out, in]
+            change = change.swapaxes(1, 2)
+        return tensor.astype(np.float32) + change
+
+    def adapted(self, leaf: Any, part: LowRank, sizes: Mapping[str, int]) -> Any:
+        """Our weight with an adapter in it, in float32; it has no gradient itself."""
+        shape, out_shape = self.slot.line.in_out_shape(sizes)
+        w = as_operand(leaf, contract=len(shape) - 1, stack=1).in_stack()[0].numbers()
+        a, b = self.factors(part)
+        order = _expert_order(self.slot.line.layout, out_shape)
+        return (jax.lax.stop_gradient(w) + a @ b[:, :, order]).reshape(*shape, *out_shape)
+
+
+@cache
+def _expert_order(layout: TensorLayout, out_shape: Shape) -> np.ndarray:
+    """`output_order` of an expert."""
+    (shape,) = layout.hf_shapes((1, 1), out_shape)
+    out = np.empty((1, 1, *out_shape), np.int32)
+    layout.join([np.arange(math.prod(shape), dtype=np.int32).reshape(shape)], out)
+    return out.reshape(-1)
+
+
+def expert_targets(name: str, config: Decoder) -> dict[str, Experts]:
+    """The parameters of experts that adapters may change, by their paths; of each layer in the
+    order in which PEFT wraps them, the innermost first."""
+    prefixes: tuple[str, ...] = getattr(family(name), "HF_PREFIXES", ("model.", ""))
+    sizes, found = config.axis_sizes, dict[str, Experts]()
+    for slot in config.slots():
+        for line in slot.line.places if slot.layer is not None else ():
+            if line.num_stacked != 1 or "->" not in line.axes or len(line.names) != 1:
+                continue
+            placed = replace(slot, line=line)
+            path = prefixes[0] + placed.hf_names[0].removeprefix(prefixes[0])
+            (count, *inner), outer = line.in_out_shape(sizes)
+            own = Experts(placed, count, math.prod(inner), math.prod(outer), path)
+            found.setdefault(path, own)  # the family's own layout comes first
+    return found
 
 
 def _is_adaptable(line: WeightLine) -> bool:
@@ -381,8 +455,8 @@ def _adapted(
         return xp.stack([free if vector is None else vector for vector in vectors])
 
     a, b = (xp.stack(matrices) for matrices in zip(*filled(), strict=True))
-    arrays = a, b, outputs(2, "columns"), outputs(3, "magnitude")
+    columns, magnitude = outputs(2, "columns"), outputs(3, "magnitude")
     if not stacked:
-        arrays = tuple(None if array is None else array[0] for array in arrays)
-    a, b, columns, magnitude = arrays
+        a, b = a[0], b[0]
+        columns, magnitude = (each if each is None else each[0] for each in (columns, magnitude))
     return Adapted(base, a, b, columns, *shape, is_table=is_head, magnitude=magnitude)

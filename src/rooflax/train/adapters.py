@@ -22,6 +22,7 @@ from rooflax.models.adapters import (
     LowRank,
     Target,
     adapted_weights,
+    expert_targets,
     output_order,
     tables,
     targets,
@@ -47,7 +48,8 @@ class LoraTraining:
     Attributes:
         config: as adapter_config.json has it.
         targets: the linear layers that get adapters, by module.
-        tables: those of which the whole weight is trained, likewise.
+        experts: those that get adapters, by parameter.
+        tables: layers of which the whole weight is trained, by module.
 
     Raises:
         RequestError: no layer is one of those that are to be trained, or a weight has no gradients.
@@ -58,6 +60,8 @@ class LoraTraining:
         self.config, self.targets = resolved(model, config)
         every = tables(model.family, model.config)
         self.tables = {m: target for m, target in every.items() if self.config.replaces(m)}
+        experts = expert_targets(model.family, model.config)
+        self.experts = {p: t for p, t in experts.items() if self.config.changes_experts(p)}
         _check_stacks(model)
         self._seed, self._base = config.seed, model
 
@@ -65,9 +69,10 @@ class LoraTraining:
         """The matrices before the first step: A uniform within 1 / sqrt(in), B zero, magnitudes the
         lengths of the base's weights, as in PEFT."""
         found: Matrices = {}
-        for module, target in self.targets.items():
+        counts = dict.fromkeys(self.targets, 1) | {p: t.count for p, t in self.experts.items()}
+        for module, target in (self.targets | self.experts).items():
             random = np.random.default_rng([self._seed, zlib.crc32(module.encode())])
-            bound, rank = 1 / math.sqrt(target.inputs), self.config.rank
+            bound, rank = 1 / math.sqrt(target.inputs), self.config.rank * counts[module]
             a = random.uniform(-bound, bound, (rank, target.inputs)).astype(np.float32)
             b = np.zeros((target.outputs, rank), np.float32)
             found[module] = {"a": jnp.asarray(a), "b": jnp.asarray(b)}
@@ -109,7 +114,7 @@ class LoraTraining:
                 magnitude=own.get("magnitude"),
             )
             for module, own in matrices.items()
-            if module in self.targets
+            if module not in self.tables
         }
 
     def whole(self, matrices: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -122,12 +127,16 @@ class LoraTraining:
         Args:
             seeds: of each row of the batch, for dropout; None leaves that out.
         """
-        weights = frozen(base)
-        weights = adapted_weights(base.family, base.config, weights, self.adapters(matrices))
+        weights, adapters = frozen(base), self.adapters(matrices)
+        linear = {module: adapters[module] for module in self.targets}
+        weights = adapted_weights(base.family, base.config, weights, linear)
         if seeds is not None and self.dropout > 0:
             weights = _with_dropout(weights, seeds, self.dropout)
         for module, target in self.tables.items():
             weights[target.slot.key] = matrices[module]["weight"]
+        for parameter, target in self.experts.items():
+            place, key = weights["layers"][target.slot.layer], target.slot.key
+            place[key] = target.adapted(place[key], adapters[parameter], base.config.axis_sizes)
         return replace(base, weights=weights)
 
 
@@ -153,7 +162,16 @@ def resolved(model: Model, config: TrainConfig) -> tuple[AdapterConfig, dict[str
         use_dora=config.fine_tune_type == DORA,
         dropout=config.lora_dropout,
         modules_to_save=tuple(filter(None, (config.modules_to_save or "").split(","))),
+        target_parameters=tuple(filter(None, (config.target_parameters or "").split(","))),
     )
+    experts = expert_targets(model.family, model.config)
+    for name in asked.target_parameters:
+        if not any(parameter.endswith(f".{name}") for parameter in experts):
+            raise RequestError(
+                f"target_parameters names {name!r:.80}, and {model.family} has no experts in one "
+                f"parameter of that name.",
+                param="target_parameters",
+            )
     _check_saved(model, asked, wanted)
     if not isinstance(wanted, str):
         ends = {module.rpartition(".")[2] for module in known}

@@ -175,6 +175,8 @@ class TrainConfig:
     modules_to_save: str | None = _adapter(
         Text(), "modules whose whole weight is trained beside the adapter: lm_head, embed_tokens",
         metavar="NAMES")
+    target_parameters: str | None = _adapter(
+        Text(), "experts that are trained too, such as mlp.experts.gate_up_proj", metavar="NAMES")
     num_layers: int | None = _adapter(
         Whole(1), "the last layers alone", shown_default="all", metavar="N")
     train_mode: Literal["sft", "dpo", "orpo", "grpo"] = _pairs(
@@ -236,8 +238,11 @@ class TrainConfig:
             raise RequestError(f"`beta` is 0, by which {self.train_mode} learns nothing.")
         if self.train_mode == GRPO and self.fine_tune_type == DORA:
             raise RequestError("`fine_tune_type` dora is not for `train_mode` grpo; take lora.")
-        if self.train_mode == GRPO and self.modules_to_save is not None:
-            raise RequestError("`modules_to_save` is not for `train_mode` grpo; leave it out.")
+        for name in ("modules_to_save", "target_parameters"):
+            if self.train_mode == GRPO and getattr(self, name) is not None:
+                raise RequestError(f"`{name}` is not for `train_mode` grpo; leave it out.")
+        if self.target_parameters is not None:
+            self._check_experts()
         if self.train_mode == GRPO and self.mesh is not None:
             raise RequestError("`mesh` is not for `train_mode` grpo, which samples on one device.")
         parts = (self.micro_batches or 1) * self.row_parts
@@ -339,6 +344,15 @@ class TrainConfig:
                 f"{self.seq_len} and {self.max_completion_length}."
             )
         self._check_divides("batch_size", self.batch_size, self.num_generations)
+
+    def _check_experts(self) -> None:
+        for name, has in (
+            ("fine_tune_type dora", self.fine_tune_type == DORA),
+            ("lora_dropout", self.lora_dropout > 0),
+            ("layers scan", self.layers == "scan"),
+        ):
+            if has:
+                raise RequestError(f"`target_parameters` does not go with {name}; leave one out.")
 
     def _check_unset(self, group: str, said: str, *besides: str) -> None:
         own = (one for one in declarations(TrainConfig).values() if one.group == group)

@@ -161,6 +161,7 @@ COMMANDS = {
                 "--lora-rank": ["4"], "--lora-alpha": ["4"], "--lora-dropout": ["0.5"],
                 "--use-rslora": [], "--target-modules": ["q_proj"], "--num-layers": ["1"],
                 "--modules-to-save": ["lm_head"],
+                "--target-parameters": ["mlp.experts.down_proj"],
             }.items()
         },
     ),

@@ -248,13 +248,37 @@ def test_a_fused_gguf_file_of_a_gguf_file(tmp_path):
     np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE)
 
 
-def test_whole_weights_take_the_base_models_place(case, tmp_path):
-    base = case("llama_gqa")
-    folder = adapter_cases.write_adapter(tmp_path / "adapter", "whole", base.folder)
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"r": 3}, r"experts.lora_A.weight in .* is F32 \[10, 32\], wanted \[15, 32\]"),
+        ({"target_parameters": ["experts.up"]}, "'experts.up', and .* no experts in one parameter"),
+        (
+            {"target_parameters": ["mlp.experts.gate_up_proj"]},
+            r"is F32 \[10, 32\], wanted \[10, 64\]",
+        ),
+        ({"modules_to_save": ["lm_head"]}, r"lacks base_model\.model\.lm_head\.weight, which its"),
+        ({"modules_to_save": ["score"]}, "'score', and of .* rooflax replaces lm_head and"),
+    ],
+)
+def test_a_file_that_only_a_merged_model_would_have(case, tmp_path, change, said):
+    base = case("gpt_oss")
+    folder = adapter_cases.write_adapter(tmp_path / "adapter", "down", base.folder)
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=said):
+        open_adapter(folder, model_info(base.folder), merges=True)
+
+
+@pytest.mark.parametrize("name", adapter_cases.MERGED)
+def test_what_only_a_merged_model_has_equals_peft(case, tmp_path, name):
+    base = case(adapter_cases.MERGED[name][0])
+    folder = adapter_cases.write_adapter(tmp_path / "adapter", name, base.folder)
     out = tmp_path / "fused"
     assert main(["fuse", str(base.folder), "--lora", str(folder), "-o", str(out), "--quiet"]) == 0
-    found = np.stack([LLM(out).logits(row.tolist()) for row in goldens.tokens()])
-    wanted = adapter_cases.read("whole")[1]
+    llm = LLM(out)
+    found = np.stack([llm.logits(row.tolist()) for row in goldens.tokens()])
+    wanted = adapter_cases.read(name)[1]
     kept = list(goldens.KEPT_POSITIONS)
     np.testing.assert_allclose(found[:, kept], wanted, rtol=0, atol=TOLERANCE)
 

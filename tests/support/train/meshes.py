@@ -76,7 +76,7 @@ def run(config: Any, folder: Path) -> dict[str, Any]:
     model = tiny.make_model(**WIDE)
     folder.mkdir()
     texts = corpus(is_whole=config.train_mode == "dpo")
-    trained = _Run(model, config, texts, texts, None, folder, None, None)
+    trained = _Run(model, config, texts, texts, None, folder, *[None] * 4)
     result = trained.train(progress=False)
     by_device: dict[str, int] = {}
     leaves = jax.tree.leaves(trained.state)

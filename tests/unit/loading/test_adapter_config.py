@@ -78,7 +78,6 @@ def test_a_base_that_was_changed_is_warned_of(tmp_path):
     ("key", "value"),
     [
         ("bias", "lora_only"),
-        ("target_parameters", ["mlp.experts.gate_up_proj"]),
         ("trainable_token_indices", [3]),
         ("lora_bias", True),
         ("alora_invocation_tokens", [1]),

@@ -16,7 +16,7 @@ POSITIVE = ("steps", "tokens", "batch_size", "seq_len", "micro_batches",
 NOT_NEGATIVE = ("warmup_steps", "seed", "eval_every", "checkpoint_every")
 MAY_BE_NONE = ("warmup_steps", "micro_batches", "beta")
 FLAGS = ("save_best", "use_rslora")
-TEXTS = ("target_modules", "modules_to_save", "reward", "mesh")
+TEXTS = ("target_modules", "modules_to_save", "target_parameters", "reward", "mesh")
 NUMBERS = ("learning_rate", "min_lr_ratio", "weight_decay", "clip_norm", "beta1", "beta2",
            "lora_alpha", "lora_dropout", "beta", "label_smoothing", "epsilon")  # fmt: skip
 CHOICES = ("dtype", "remat", "layers", "save_dtype", "fine_tune_type", "train_mode", "loss_type")
@@ -179,6 +179,7 @@ OTHER = {
     "save_best": True,
     "fine_tune_type": "lora", "lora_rank": 4, "lora_alpha": 3.0, "lora_dropout": 0.1,
     "use_rslora": True, "target_modules": "q_proj", "modules_to_save": "lm_head",
+    "target_parameters": "mlp.experts.down_proj",
     "num_layers": 2,
     "train_mode": "orpo", "beta": 0.2, "loss_type": "ipo", "label_smoothing": 0.1,
     "reward": "b.py:f", "num_generations": 4, "max_completion_length": 9, "epsilon": 0.1,
@@ -188,7 +189,7 @@ OTHER = {
 
 OF_ADAPTERS = (
     "lora_rank", "lora_alpha", "lora_dropout", "use_rslora", "target_modules",
-    "modules_to_save", "num_layers",
+    "modules_to_save", "target_parameters", "num_layers",
 )  # fmt: skip
 
 
@@ -214,6 +215,29 @@ def test_what_is_of_adapters_needs_one(name):
     with pytest.raises(RequestError, match=f"^`{name}` is of an adapter; set `fine_tune_type`"):
         make(**{name: OTHER[name]})
     assert getattr(make(fine_tune_type="lora", **{name: OTHER[name]}), name) == OTHER[name]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"fine_tune_type": "dora"}, "fine_tune_type dora"),
+        ({"lora_dropout": 0.1}, "lora_dropout"),
+        ({"layers": "scan"}, "layers scan"),
+    ],
+)
+def test_what_experts_do_not_go_with(given, said):
+    settings = {"fine_tune_type": "lora", "target_parameters": "mlp.experts.down_proj"} | given
+    with pytest.raises(RequestError, match=f"^`target_parameters` does not go with {said}; leave"):
+        make(**settings)
+
+
+@pytest.mark.parametrize(
+    "given", [{"fine_tune_type": "dora"}, {"modules_to_save": "lm_head"}, {"mesh": "data=2"}]
+)
+def test_what_grpo_does_not_go_with(given):
+    settings = {"fine_tune_type": "lora", "reward": "a.py:f", "train_mode": "grpo"} | given
+    with pytest.raises(RequestError, match=rf"^`{next(iter(given))}`.* is not for `train_mode`"):
+        make(**settings)
 
 
 def test_lengths_that_no_checkpoint_can_number():

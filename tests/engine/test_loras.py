@@ -9,7 +9,7 @@ import numpy as np
 import openai
 import pytest
 
-from rooflax import LLM, AsyncLLM, RequestError
+from rooflax import LLM, AsyncLLM, ExecutionOptions, RequestError
 from rooflax.engine.compilation import count_compilations
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.loading.adapters import open_adapter
@@ -156,6 +156,22 @@ def test_adapters_that_load_at_once_do_not_undo_each_other(base, adapters):
 
 
 def test_an_unknown_adapter_is_named(server):
+def test_stacked_layers_that_adapters_change_in_other_places(base, tmp_path):
+    """Queries and values of one layer, queries alone of the next."""
+    options, info = ExecutionOptions(layers="scan"), model_info(base)
+    folders = {
+        name: write_adapter(tmp_path / name, info, ATTENTION[:4], seed=seed)
+        for seed, name in enumerate(("one", "two"))
+    }
+    loras = [f"{name}={folder}" for name, folder in folders.items()]
+    llm = AsyncLLM(base, max_num_seqs=2, loras=loras, options=options)
+    prompt = goldens.prompts()[1]
+    for name, folder in folders.items():
+        alone = LLM(base, lora=folder, options=options).generate(prompt, GREEDY)[0]
+        assert asked(llm, (prompt, name))[0].tokens == alone.tokens
+    asyncio.run(llm.shutdown())
+
+
     with pytest.raises(RequestError, match=r"lora is 'none'; there is all, few"):
         asked(server, (goldens.prompts()[0], "none"))
 

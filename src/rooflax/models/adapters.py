@@ -358,10 +358,13 @@ def banked(model: Model, banks: Sequence[Adapters], modules: Collection[str], ra
     for module in modules:
         target = known[module]
         lines.setdefault((target.slot.layer, target.slot.key), []).append(target)
-    each = [by_slot(name, config, one) for one in banks]
+    most: dict[str, int] = {}  # tensors of a weight in any layer: stacked layers are of one shape
+    for (_, key), group in lines.items():
+        most[key] = max(most.get(key, 0), len(group))
+    each = [None if one is None else by_slot(name, config, one) for one in banks]
     made: dict[Place, Matrices] = {}
     for at, group in lines.items():
-        width = rank * len(group)
+        width = rank * most[at[1]]
         first = group[0]
         out_shape = first.slot.line.in_out_shape(config.axis_sizes)[1]
         inner, outer = first.inputs, math.prod(out_shape)

@@ -103,17 +103,31 @@ class Adapter:
 
     def read(self, info: ModelInfo) -> dict[str, LowRank]:
         """Its matrices in float32, by module.
+            with np.errstate(over="ignore"):
+                largest = np.abs(b).max(initial=0.0) * np.float32(scale)
+            if not np.isfinite(largest):  # beside others 0 times it would be NaN
+                raise CheckpointError(
+                    f"B of {module} in {self.file.path} times its scale {scale:g} is beyond "
+                    f"float32; train it again."
+                )
 
         Args:
             info: the model, of whose tensors DoRA needs the norms.
 
         Raises:
-            CheckpointError: a number is NaN or infinite.
+            CheckpointError: a number is NaN or infinite, or B is with its scale.
         """
         by_module = {}
         for module in self.targets:
             parts = {kind: self.tensor(names) for kind, names in self.stored[module].items()}
             a, b, scale = parts["lora_A"], parts["lora_B"], self.config.scale_of(module)
+            with np.errstate(over="ignore"):
+                largest = np.abs(b).max(initial=0.0) * np.float32(scale)
+            if not np.isfinite(largest):  # beside others 0 times it would be NaN
+                raise CheckpointError(
+                    f"B of {module} in {self.folder} times its scale {scale:g} is beyond "
+                    f"float32; train it again."
+                )
             columns = None
             if self.config.use_dora:
                 w = base_weight(info.weights(), info.family, self.targets[module])

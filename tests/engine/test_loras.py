@@ -145,7 +145,7 @@ def test_adapters_that_load_at_once_do_not_undo_each_other(base, adapters):
     async def both():
         loads = (llm.load_lora(name, adapters[name]) for name in ("few", "late"))
         await asyncio.gather(*loads)
-        for name in ("", "x" * 201):
+        for name in ("", "x" * 201, "a\nb"):
             with pytest.raises(RequestError, match="An adapter's name has 1 to 200 characters"):
                 await llm.load_lora(name, adapters["few"])
         await llm.shutdown()

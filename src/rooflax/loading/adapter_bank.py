@@ -65,8 +65,10 @@ class Bank:
         Raises:
             RooflaxError: the name is taken, no slot is free, or the adapter does not fit.
         """
-        if not 0 < len(name) <= MOST_CHARACTERS:
-            raise RequestError(f"An adapter's name has 1 to {MOST_CHARACTERS} characters.")
+        if not _is_name(name):
+            raise RequestError(
+                f"An adapter's name has 1 to {MOST_CHARACTERS} characters, all of them printable."
+            )
         if name in self.names:
             raise RequestError(f"There is an adapter {name!r} already.")
         if None not in self.adapters:
@@ -109,7 +111,7 @@ def open_bank(
     named: dict[str, Adapter] = {}
     for one in loras:
         name, equals, folder = one.partition("=")
-        if not equals or not folder or not 0 < len(name) <= MOST_CHARACTERS:
+        if not equals or not folder or not _is_name(name):
             raise RequestError(f"loras has {one!r:.80}; it must be NAME=DIR.", param="loras")
         if name in named:
             raise RequestError(f"loras names {name!r} twice; give each a name.", param="loras")
@@ -147,3 +149,7 @@ def _checked(name: str, adapter: Adapter) -> Adapter:
             param="loras",
         )
     return adapter
+def _is_name(name: str) -> bool:
+    return 0 < len(name) <= MOST_CHARACTERS and name.isprintable()
+
+

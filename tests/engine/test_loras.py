@@ -226,6 +226,7 @@ def test_openais_client_names_adapters_as_models(tmp_path):
 def test_requests_load_and_unload_adapters_of_an_allowed_folder(base, adapters, tmp_path):
     root = Path(adapters["late"]).parent
     (root / "out").symlink_to(tmp_path)
+    (root / "loop").symlink_to(root / "loop")
     info = model_info(base)
     save_gguf_adapter(info, open_adapter(adapters["late"], info), root / "late.gguf", "F32")
     settings = {"lora_root": str(root), "served_names": ("tiny",)}
@@ -243,11 +244,15 @@ def test_requests_load_and_unload_adapters_of_an_allowed_folder(base, adapters, 
 
     with serving(make, **settings) as served:
         alone = said("tiny")
-        for path in ("..", "/", "out", "missing", "late/adapter_config.json", "x.gguf", "\0"):
+        wrong = "..", "/", "out", "loop", "missing", "late/adapter_config.json", "x.gguf", "\0"
+        for path in (*wrong, "x" * 999):
             answer = post("load", "late", lora_path=path)
             assert answer.status_code == 400 and "no folder inside" in answer.text, path
         assert post("load", "tiny", lora_path="late").status_code == 400
         assert post("load", "d", lora_path="dora").status_code == 400
+        write_adapter(root / "biased", info, ATTENTION, bias="all")
+        answer = post("load", "d", lora_path="biased")
+        assert answer.status_code == 400 and "has bias = 'all', which" in answer.text
         answer = post("load", "late", lora_path="late")
         assert answer.text == "Success: LoRA adapter 'late' added successfully."
         assert post("load", "more", lora_path="few").status_code == 400  # no slot is free

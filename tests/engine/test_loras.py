@@ -1,6 +1,7 @@
 """Several adapters beside one model: each row has its own, or none, whoever else is there."""
 
 import asyncio
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -155,7 +156,29 @@ def test_adapters_that_load_at_once_do_not_undo_each_other(base, adapters):
     assert set(llm.loras) == {"all", "few", "late"}
 
 
-def test_an_unknown_adapter_is_named(server):
+def test_what_is_loaded_does_not_change_with_its_files(base, adapters, tmp_path):
+    """Nor do cached prompts of another adapter that had the name before."""
+    folder, prompt = shutil.copytree(adapters["few"], tmp_path / "few"), [7] * 64
+    llm = AsyncLLM(base, max_num_seqs=2, loras=[f"few={folder}"], max_loras=2)
+    wanted = said(asked(llm, (prompt, "few"))[0])
+    weights = folder / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    asyncio.run(llm.load_lora("beside", adapters["few"]))
+    assert said(asked(llm, (prompt, "few"), cache_salt="new")[0]) == wanted
+    again = asked(llm, (prompt, "few"), (prompt, "beside"))
+    assert [one.num_cached_tokens > 0 for one in again] == [True, False]
+    assert said(again[0]) == said(again[1]) == wanted
+    metrics = llm._thread.engine.metrics
+    asyncio.run(llm.unload_lora("few"))
+    metrics.adapters_running = [1, 2]  # a step that began before still has it
+    assert llm.metrics()["loras"]["running"] == ["beside"]
+    other = write_adapter(tmp_path / "other", model_info(base), ATTENTION[:4], seed=9, r=2)
+    asyncio.run(llm.load_lora("few", other))
+    last = asked(llm, (prompt, "few"))[0]
+    assert last.num_cached_tokens == 0 and said(last) != wanted
+    asyncio.run(llm.shutdown())
+
+
 def test_stacked_layers_that_adapters_change_in_other_places(base, tmp_path):
     """Queries and values of one layer, queries alone of the next."""
     options, info = ExecutionOptions(layers="scan"), model_info(base)
@@ -172,6 +195,7 @@ def test_stacked_layers_that_adapters_change_in_other_places(base, tmp_path):
     asyncio.run(llm.shutdown())
 
 
+def test_an_unknown_adapter_is_named(server):
     with pytest.raises(RequestError, match=r"lora is 'none'; there is all, few"):
         asked(server, (goldens.prompts()[0], "none"))
 

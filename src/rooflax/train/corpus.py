@@ -177,6 +177,10 @@ def prompts(values: Iterable[Value]) -> Iterator[Prompt]:
     for value, name, where in values:
         if not isinstance(value, dict) or "prompt" not in value:
             raise RequestError(f"{where} is not a JSON object with a prompt.")
+        if taken := {"prompts", "completions"} & value.keys():
+            raise RequestError(
+                f"{where} has {min(taken)}, which is an argument of rewards; call it otherwise."
+            )
         prompt = value["prompt"]
         if not isinstance(prompt, str):
             prompt = _messages(value, "prompt", where)

@@ -178,6 +178,16 @@ def test_log_probabilities_of_sampler_and_trainer_are_equal(files):
     print(f"the largest difference is {said['sampling_difference']:.1e}")
 
 
+def test_prompts_leave_room_in_a_context_of_seq_len(folder, files):
+    config = settings(files)
+    made = rollouts(sampler(folder, config), files, config)
+    (length,) = {len(ids) for ids in made._ids.values()}
+    config = settings(files, max_completion_length=config.seq_len + 1 - length)
+    rollouts(sampler(folder, config), files, config)
+    with pytest.raises(RequestError, match=f"have room for 1 to {length - 1} before"):
+        rollouts(LLM(folder, max_model_len=config.seq_len), files, config)
+
+
 def test_memory_has_the_samplers_cache(folder, files):
     config = settings(files)
     llm = sampler(folder, config)

@@ -126,8 +126,8 @@ void Whole(const WholeArgs& a) {
       const float now = Largest(most);
       F16 sums = F16{};
       for (int64_t j = 0; j < filled; j += kLanes) {
-        const F16 values = Load<F16>(scores + j);
-        const F16 shares = OrNan(values, now > kUnseen ? Exp(values - now) : F16{});
+        const F16 less = Load<F16>(scores + j) - now;  // NaN also of scores and sinks beyond float32
+        const F16 shares = OrNan(less, now > kUnseen ? Exp(less) : F16{});
         sums += shares;
         Store(scores + j, shares);
       }

@@ -93,10 +93,10 @@ struct alignas(64) Tile {
   float at[kWholeBlock * kWholeBlock];
 };
 
-// sums[query, key] = x[query] . (column `key` of turned)
-inline void MultiplyKeys(const WholeArgs& a, const float* x, const float* turned, int64_t first,
+// sums[query, key] = x[query] . (column `key` of transposed)
+inline void MultiplyKeys(const WholeArgs& a, const float* x, const float* transposed, int64_t first,
                          int64_t keys, Tile& sums) {
-  Multiply({x, a.query_step, 1, turned + first, a.key_step, sums.at, kWholeBlock, a.queries, a.head_dim,
+  Multiply({x, a.query_step, 1, transposed + first, a.key_step, sums.at, kWholeBlock, a.queries, a.head_dim,
             keys, false});
 }
 
@@ -113,7 +113,7 @@ void Whole(const WholeArgs& a) {
     if (sight == Sight::kNothing) continue;
     const int64_t keys = std::min(kWholeBlock, a.keys - first);
     const int64_t filled = (keys + kLanes - 1) / kLanes * kLanes;
-    MultiplyKeys(a, a.q, a.k_turned, first, filled, tile);
+    MultiplyKeys(a, a.q, a.k_transposed, first, filled, tile);
     for (int64_t i = 0; i < a.queries; ++i) {
       float* scores = tile.at + i * kWholeBlock;
       F16 most = Broadcast(highest[i]);
@@ -126,8 +126,8 @@ void Whole(const WholeArgs& a) {
       const float now = Largest(most);
       F16 sums = F16{};
       for (int64_t j = 0; j < filled; j += kLanes) {
-        const F16 values = Load<F16>(scores + j);
-        const F16 shares = OrNan(values, now > kUnseen ? Exp(values - now) : F16{});
+        const F16 less = Load<F16>(scores + j) - now;  // NaN also of scores and sinks beyond float32
+        const F16 shares = OrNan(less, now > kUnseen ? Exp(less) : F16{});
         sums += shares;
         Store(scores + j, shares);
       }
@@ -173,8 +173,8 @@ void WholeBackward(const WholeArgs& a) {
     if (sight == Sight::kNothing) continue;
     const int64_t keys = std::min(kWholeBlock, a.keys - first);
     const int64_t filled = (keys + kLanes - 1) / kLanes * kLanes;
-    MultiplyKeys(a, a.q, a.k_turned, first, filled, shares);
-    MultiplyKeys(a, a.d_out, a.v_turned, first, filled, grads);
+    MultiplyKeys(a, a.q, a.k_transposed, first, filled, shares);
+    MultiplyKeys(a, a.d_out, a.v_transposed, first, filled, grads);
     for (int64_t i = 0; i < a.queries; ++i) {
       for (int64_t j = 0; j < filled; j += kLanes) {
         float *share = shares.at + i * kWholeBlock + j, *grad = grads.at + i * kWholeBlock + j;

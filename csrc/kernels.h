@@ -258,7 +258,7 @@ struct WholeArgs {
   const int32_t *low, *high, *segments;  // [queries]
   int64_t keys, key_step;
   const float *k, *v;  // [keys, head_dim]
-  const float *k_turned, *v_turned;  // transposed: [head_dim, key_step], filled up with zeros
+  const float *k_transposed, *v_transposed;  // [head_dim, key_step], filled up with zeros
   const int32_t *positions, *key_segments;  // [key_step]; no query sees what is behind the keys
   const Sight* sight;  // of each tile's keys
   const float* sink;  // or null

@@ -560,11 +560,11 @@ void TestWhole(int64_t head_dim, int64_t count, bool apart) {
   const auto size = static_cast<size_t>(count * heads * head_dim);
   const auto q = Random(count * heads * head_dim, 1), d_out = Random(count * heads * head_dim, 2);
   const auto k = Random(count * head_dim, 3), v = Random(count * head_dim, 4);
-  std::vector<float> k_turned(static_cast<size_t>(step * head_dim)), v_turned(k_turned.size());
+  std::vector<float> k_transposed(static_cast<size_t>(step * head_dim)), v_transposed(k_transposed.size());
   for (int64_t j = 0; j < count; ++j) {
     for (int64_t d = 0; d < head_dim; ++d) {
-      k_turned[static_cast<size_t>(d * step + j)] = k[static_cast<size_t>(j * head_dim + d)];
-      v_turned[static_cast<size_t>(d * step + j)] = v[static_cast<size_t>(j * head_dim + d)];
+      k_transposed[static_cast<size_t>(d * step + j)] = k[static_cast<size_t>(j * head_dim + d)];
+      v_transposed[static_cast<size_t>(d * step + j)] = v[static_cast<size_t>(j * head_dim + d)];
     }
   }
   // Documents of 50 tokens with windows of 20 and a sink, or one of all; the first query sees nothing.
@@ -595,7 +595,7 @@ void TestWhole(int64_t head_dim, int64_t count, bool apart) {
       a.q = q.data() + at;
       a.low = low.data() + first, a.high = high.data() + first, a.segments = segments.data() + first;
       a.keys = count, a.key_step = step;
-      a.k = k.data(), a.v = v.data(), a.k_turned = k_turned.data(), a.v_turned = v_turned.data();
+      a.k = k.data(), a.v = v.data(), a.k_transposed = k_transposed.data(), a.v_transposed = v_transposed.data();
       a.positions = positions.data(), a.key_segments = key_segments.data();
       a.sight = sight.data(), a.sink = own_sink, a.scale = scale;
       a.out = out.data() + at, a.log_sums = log_sums.data() + head * count + first;

@@ -32,7 +32,7 @@ struct Sequences {
   int64_t rows, queries, heads, head_dim, kv_heads, keys, group, tiles, key_tiles, key_step;
   std::vector<int32_t> low, high, segments, key_positions, key_segments;
   std::vector<Sight> sight;  // [rows, tiles, key_tiles]
-  std::unique_ptr<float[]> k_turned, v_turned;  // [rows, kv_heads, head_dim, key_step]
+  std::unique_ptr<float[]> k_transposed, v_transposed;  // [rows, kv_heads, head_dim, key_step]
 
   bool Fits(const Inputs& in) {
     if (Rank(in.q) != 4 || Rank(in.k) != 4 || !SameShape(in.k, in.v) || Rank(in.positions) != 2 ||
@@ -106,11 +106,11 @@ struct Sequences {
 
   // Of every K/V head; `schedule` as ParallelFor has it.
   template <typename Schedule>
-  void Turn(const Inputs& in, bool values, int64_t threads, const Schedule& schedule) {
+  void Transpose(const Inputs& in, bool values, int64_t threads, const Schedule& schedule) {
     const auto size = static_cast<size_t>(rows * kv_heads * head_dim * key_step);
-    k_turned.reset(new float[size]);
-    if (values) v_turned.reset(new float[size]);
-    const auto turn = [&](const float* from, float* to, int64_t i) {
+    k_transposed.reset(new float[size]);
+    if (values) v_transposed.reset(new float[size]);
+    const auto transpose = [&](const float* from, float* to, int64_t i) {
       from += i * keys * head_dim;
       to += i * key_step * head_dim;
       for (int64_t d = 0; d < head_dim; ++d) {
@@ -119,8 +119,8 @@ struct Sequences {
       }
     };
     ParallelFor(rows * kv_heads, threads, schedule, [&](int64_t i) {
-      turn(in.k.typed_data(), k_turned.get(), i);
-      if (values) turn(in.v.typed_data(), v_turned.get(), i);
+      transpose(in.k.typed_data(), k_transposed.get(), i);
+      if (values) transpose(in.v.typed_data(), v_transposed.get(), i);
     });
   }
 
@@ -143,8 +143,8 @@ struct Sequences {
     a.key_step = key_step;
     a.k = in.k.typed_data() + kv * keys * head_dim;
     a.v = in.v.typed_data() + kv * keys * head_dim;
-    a.k_turned = k_turned.get() + kv * key_step * head_dim;
-    a.v_turned = v_turned == nullptr ? nullptr : v_turned.get() + kv * key_step * head_dim;
+    a.k_transposed = k_transposed.get() + kv * key_step * head_dim;
+    a.v_transposed = v_transposed == nullptr ? nullptr : v_transposed.get() + kv * key_step * head_dim;
     a.positions = key_positions.data() + b * key_step;
     a.key_segments = key_segments.data() + b * key_step;
     a.sight = sight.data() + (b * tiles + tile) * key_tiles;
@@ -173,7 +173,7 @@ ffi::Error Whole(ffi::ThreadPool pool, F32 q, F32 k, F32 v, S32 positions, S32 k
   const auto schedule = [&](auto task) { pool.Schedule(std::move(task)); };
   const int64_t threads = ThreadsFor(pool, s.Operations());
   s.See(in, window, ahead);
-  s.Turn(in, false, threads, schedule);
+  s.Transpose(in, false, threads, schedule);
   ParallelFor(s.rows * s.heads * s.tiles, threads, schedule, [&](int64_t i) {
     const int64_t tile = s.tiles - 1 - i % s.tiles;  // the longest first
     const int64_t b = i / s.tiles / s.heads, head = i / s.tiles % s.heads;
@@ -196,7 +196,7 @@ ffi::Error WholeBackward(ffi::ThreadPool pool, F32 q, F32 k, F32 v, S32 position
   const auto schedule = [&](auto task) { pool.Schedule(std::move(task)); };
   const int64_t threads = ThreadsFor(pool, s.Operations());
   s.See(in, window, ahead);
-  s.Turn(in, true, threads, schedule);
+  s.Transpose(in, true, threads, schedule);
   std::fill_n(dk->typed_data(), k.element_count(), 0.0f);
   std::fill_n(dv->typed_data(), v.element_count(), 0.0f);
   // An item has a K/V head's keys, or a share of them; then each share has queries' gradients of its own.

@@ -154,12 +154,12 @@ class AsyncLLM:
         """
         metrics = self._thread.engine.metrics.as_dict()
         if self._bank is not None:
-            names = [None if one is None else one[0] for one in self._bank.adapters]
-            used = {
-                what: [names[slot - 1] for slot in metrics[f"adapters_{what}"]]
+            slots = self._bank.adapters
+            used = {  # the engine may still hold a sequence of one that is gone
+                what: [one.name for slot in metrics[f"adapters_{what}"] if (one := slots[slot - 1])]
                 for what in ("running", "waiting")
             }
-            metrics["loras"] = {"slots": len(names), **used}
+            metrics["loras"] = {"slots": len(slots), **used}
         return metrics
 
     def set_roofline(self, ideal_decode_s: Callable[[int, float], float]) -> None:
@@ -175,8 +175,8 @@ class AsyncLLM:
     def loras(self) -> dict[str, Path]:
         """The adapters that requests may choose: their names and folders."""
         bank = self._bank.adapters if self._bank else ()
-        present = (one for one in bank if one is not None and one[0] not in self._leaving)
-        return {name: adapter.folder for name, adapter in present}
+        present = (one for one in bank if one is not None and one.name not in self._leaving)
+        return {one.name: one.adapter.folder for one in present}
 
     async def load_lora(self, name: str, folder: str | Path) -> None:
         """One more adapter for requests to choose, in a free slot; nothing compiles.
@@ -188,8 +188,9 @@ class AsyncLLM:
             raise RequestError("There are no slots of adapters; start with `loras` or `max_loras`.")
         info = self.llm.info
         async with self._loading:  # one after the other: each starts from the latest bank
-            bank = await self._in_thread(partial(self._bank.with_adapter, name, str(folder), info))
-            model = await self._in_thread(partial(bank.beside, whole(self.llm.model), info))
+            before = self._bank
+            bank = await self._in_thread(partial(before.with_adapter, name, str(folder), info))
+            model = await self._in_thread(partial(bank.beside, whole(self.llm.model), info, before))
             self.llm.model = self._thread.engine.runner.model = model
             self._bank = bank
 
@@ -224,7 +225,7 @@ class AsyncLLM:
             self._is_unused.set()
 
     def _adapter(self, name: str | None) -> tuple[int, str]:
-        """An adapter's slot and digest."""
+        """An adapter's slot, and what keeps its cached prompts apart."""
         if name is None:
             return 0, ""
         if self._bank is None or name in self._leaving:

@@ -6,6 +6,7 @@
     ├── RequestError            a request is at fault (the caller's mistake, HTTP 4xx)
     │   └── QueueFull           there are too many of them (HTTP 429)
     └── EngineError             we are at fault (HTTP 5xx)
+        └── RewardError         a reward of training, which is the caller's own function
 
 Every message is one sentence that says what was given, what is wanted and what to do. It names
 fields as Python does (`max_model_len`); those that are words of their own stand between backticks.
@@ -62,6 +63,10 @@ class QueueFull(RequestError):
 
 class EngineError(RooflaxError):
     """The engine failed while doing something it had accepted."""
+
+
+class RewardError(EngineError):
+    """A reward failed, or gave what is none."""
 
 
 def first_line(error: BaseException) -> str:

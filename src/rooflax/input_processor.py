@@ -112,7 +112,7 @@ class InputProcessor:
         With beams these are the first `n` of the group.
 
         Args:
-            adapter: its slot, and its digest, by which cached prompts are apart.
+            adapter: its slot, and what keeps its cached prompts apart.
 
         Raises:
             RequestError: what this model cannot do, or a form that cannot be compiled.

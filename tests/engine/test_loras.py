@@ -1,6 +1,7 @@
 """Several adapters beside one model: each row has its own, or none, whoever else is there."""
 
 import asyncio
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 
-from rooflax import LLM, AsyncLLM, RequestError
+from rooflax import LLM, AsyncLLM, ExecutionOptions, RequestError
 from rooflax.engine.compilation import count_compilations
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.loading.adapters import open_adapter
@@ -145,7 +146,7 @@ def test_adapters_that_load_at_once_do_not_undo_each_other(base, adapters):
     async def both():
         loads = (llm.load_lora(name, adapters[name]) for name in ("few", "late"))
         await asyncio.gather(*loads)
-        for name in ("", "x" * 201):
+        for name in ("", "x" * 201, "a\nb"):
             with pytest.raises(RequestError, match="An adapter's name has 1 to 200 characters"):
                 await llm.load_lora(name, adapters["few"])
         await llm.shutdown()
@@ -153,6 +154,45 @@ def test_adapters_that_load_at_once_do_not_undo_each_other(base, adapters):
     llm = AsyncLLM(base, max_num_seqs=2, loras=[f"all={adapters['all']}"], max_loras=3)
     asyncio.run(both())
     assert set(llm.loras) == {"all", "few", "late"}
+
+
+def test_what_is_loaded_does_not_change_with_its_files(base, adapters, tmp_path):
+    """Nor do cached prompts of another adapter that had the name before."""
+    folder, prompt = shutil.copytree(adapters["few"], tmp_path / "few"), [7] * 64
+    llm = AsyncLLM(base, max_num_seqs=2, loras=[f"few={folder}"], max_loras=2)
+    wanted = said(asked(llm, (prompt, "few"))[0])
+    weights = folder / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    asyncio.run(llm.load_lora("beside", adapters["few"]))
+    assert said(asked(llm, (prompt, "few"), cache_salt="new")[0]) == wanted
+    again = asked(llm, (prompt, "few"), (prompt, "beside"))
+    assert [one.num_cached_tokens > 0 for one in again] == [True, False]
+    assert said(again[0]) == said(again[1]) == wanted
+    metrics = llm._thread.engine.metrics
+    asyncio.run(llm.unload_lora("few"))
+    metrics.adapters_running = [1, 2]  # a step that began before still has it
+    assert llm.metrics()["loras"]["running"] == ["beside"]
+    other = write_adapter(tmp_path / "other", model_info(base), ATTENTION[:4], seed=9, r=2)
+    asyncio.run(llm.load_lora("few", other))
+    last = asked(llm, (prompt, "few"))[0]
+    assert last.num_cached_tokens == 0 and said(last) != wanted
+    asyncio.run(llm.shutdown())
+
+
+def test_stacked_layers_that_adapters_change_in_other_places(base, tmp_path):
+    """Queries and values of one layer, queries alone of the next."""
+    options, info = ExecutionOptions(layers="scan"), model_info(base)
+    folders = {
+        name: write_adapter(tmp_path / name, info, ATTENTION[:4], seed=seed)
+        for seed, name in enumerate(("one", "two"))
+    }
+    loras = [f"{name}={folder}" for name, folder in folders.items()]
+    llm = AsyncLLM(base, max_num_seqs=2, loras=loras, options=options)
+    prompt = goldens.prompts()[1]
+    for name, folder in folders.items():
+        alone = LLM(base, lora=folder, options=options).generate(prompt, GREEDY)[0]
+        assert asked(llm, (prompt, name))[0].tokens == alone.tokens
+    asyncio.run(llm.shutdown())
 
 
 def test_an_unknown_adapter_is_named(server):
@@ -210,6 +250,7 @@ def test_openais_client_names_adapters_as_models(tmp_path):
 def test_requests_load_and_unload_adapters_of_an_allowed_folder(base, adapters, tmp_path):
     root = Path(adapters["late"]).parent
     (root / "out").symlink_to(tmp_path)
+    (root / "loop").symlink_to(root / "loop")
     info = model_info(base)
     save_gguf_adapter(info, open_adapter(adapters["late"], info), root / "late.gguf", "F32")
     settings = {"lora_root": str(root), "served_names": ("tiny",)}
@@ -227,11 +268,15 @@ def test_requests_load_and_unload_adapters_of_an_allowed_folder(base, adapters, 
 
     with serving(make, **settings) as served:
         alone = said("tiny")
-        for path in ("..", "/", "out", "missing", "late/adapter_config.json", "x.gguf", "\0"):
+        wrong = "..", "/", "out", "loop", "missing", "late/adapter_config.json", "x.gguf", "\0"
+        for path in (*wrong, "x" * 999):
             answer = post("load", "late", lora_path=path)
             assert answer.status_code == 400 and "no folder inside" in answer.text, path
         assert post("load", "tiny", lora_path="late").status_code == 400
         assert post("load", "d", lora_path="dora").status_code == 400
+        write_adapter(root / "biased", info, ATTENTION, bias="all")
+        answer = post("load", "d", lora_path="biased")
+        assert answer.status_code == 400 and "has bias = 'all', which" in answer.text
         answer = post("load", "late", lora_path="late")
         assert answer.text == "Success: LoRA adapter 'late' added successfully."
         assert post("load", "more", lora_path="few").status_code == 400  # no slot is free

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, terminal
@@ -70,6 +71,10 @@ def run(args: argparse.Namespace) -> int:
     for name in (lora.partition("=")[0] for lora in args.loras):
         if name in (settings.served_names or (args.model,)):
             raise RequestError(f"--lora {name} has the name of the model; give another.")
+    if settings.lora_root is not None and not Path(settings.lora_root).is_dir():
+        raise RequestError(f"--allow-lora-loading names {settings.lora_root}, which is no folder.")
+    if settings.lora_root is not None and not args.loras and not args.max_loras:
+        raise RequestError("--allow-lora-loading needs slots for adapters; give --max-loras.")
     from rooflax.server.listening import listen
 
     logging.basicConfig(handlers=[LogLines()], format="%(message)s", level=logging.WARNING)

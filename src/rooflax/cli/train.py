@@ -443,24 +443,24 @@ def _parts(args: argparse.Namespace, data: DataConfig) -> dict[str, list[Any]]:
         prompts,
     )
 
+    is_grpo = args.train_mode == GRPO
+    how: dict[str, Any] = {"field": data.text_field, "pairs": args.train_mode in PREFERENCES}
+
     def read(file: Path) -> Iterator[Row | Prompt]:
-        if args.train_mode == GRPO:
-            return file_prompts([file])
-        return file_documents([file], field=data.text_field)
+        return file_prompts([file]) if is_grpo else file_documents([file], **how)
 
     parts: dict[str, list[Any]] = {part: [] for part in TOKEN_FILES}
     for named in args.data:
         path = Path(named)
         if named.startswith(HUB):
             for part, rows in hub_values(named).items():
-                is_grpo = args.train_mode == GRPO
-                parts[part] += prompts(rows) if is_grpo else documents(rows, field=data.text_field)
+                parts[part] += prompts(rows) if is_grpo else documents(rows, **how)
             continue
         files = dataset_files(path) if data.glob is None else {}
         for part, file in files.items():
             parts[part] += read(file)
         if path.is_dir() and not files:
-            if args.train_mode == GRPO:
+            if is_grpo:
                 raise RequestError(f"{path} has no train.jsonl, whose lines are the prompts.")
             parts["train"] += folder_documents(path, data.glob or "*.txt")
         elif not files:

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rooflax.errors import RequestError
 from rooflax.loading.adapters import Adapter, open_adapter
 from rooflax.loading.model_info import ModelInfo
-from rooflax.models.adapters import HEAD, banked, targets
+from rooflax.models.adapters import HEAD, Adapters, banked, targets
 from rooflax.models.model import Model
 
 MOST_CHARACTERS = 200
 DEFAULT_RANK = 16
 """Of slots without an adapter at the start."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """An adapter under the name that requests choose it by.
+
+    Attributes:
+        number: no other in this process has it, also of the same name: it keeps their cached
+            prompts apart.
+    """
+
+    name: str
+    adapter: Adapter
+    number: int = field(default_factory=itertools.count(1).__next__)
 
 
 @dataclass(frozen=True)
@@ -28,7 +43,7 @@ class Bank:
         slot_bytes: of a slot's matrices.
     """
 
-    adapters: tuple[tuple[str, Adapter] | None, ...]
+    adapters: tuple[Named | None, ...]
     modules: tuple[str, ...]
     rank: int
     slot_bytes: int
@@ -39,24 +54,35 @@ class Bank:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(one[0] for one in self.adapters if one is not None)
+        return tuple(one.name for one in self.adapters if one is not None)
 
     def slot(self, name: str) -> tuple[int, str]:
-        """An adapter's slot, from 1 on, and its digest.
+        """An adapter's slot, from 1 on, and what keeps its cached prompts apart.
 
         Raises:
             RequestError: there is none of that name.
         """
         for number, one in enumerate(self.adapters, start=1):
-            if one is not None and one[0] == name:
-                return number, one[1].digest
+            if one is not None and one.name == name:
+                return number, str(one.number)
         raise RequestError(
             f"lora is {name!r:.80}; there is {', '.join(self.names) or 'none'}.", param="lora"
         )
 
-    def beside(self, model: Model, info: ModelInfo) -> Model:
-        """The model with these adapters; with others of the same bank nothing compiles."""
-        banks = [{} if one is None else one[1].read(info) for one in self.adapters]
+    def beside(self, model: Model, info: ModelInfo, before: Bank | None = None) -> Model:
+        """The model with these adapters; with others of the same bank nothing compiles.
+
+        Args:
+            before: the bank that the model has; an adapter of both is not read again. None is none.
+        """
+
+        def matrices(slot: int) -> Adapters | None:
+            one = self.adapters[slot]
+            if before is not None and one is before.adapters[slot]:
+                return None
+            return {} if one is None else one.adapter.read(info)
+
+        banks = [matrices(slot) for slot in range(len(self.adapters))]
         return banked(model, banks, self.modules, self.rank)
 
     def with_adapter(self, name: str, folder: str, info: ModelInfo) -> Bank:
@@ -65,8 +91,10 @@ class Bank:
         Raises:
             RooflaxError: the name is taken, no slot is free, or the adapter does not fit.
         """
-        if not 0 < len(name) <= MOST_CHARACTERS:
-            raise RequestError(f"An adapter's name has 1 to {MOST_CHARACTERS} characters.")
+        if not _is_name(name):
+            raise RequestError(
+                f"An adapter's name has 1 to {MOST_CHARACTERS} characters, all of them printable."
+            )
         if name in self.names:
             raise RequestError(f"There is an adapter {name!r} already.")
         if None not in self.adapters:
@@ -85,7 +113,7 @@ class Bank:
                 f"start changed it."
             )
         adapters = list(self.adapters)
-        adapters[adapters.index(None)] = name, adapter
+        adapters[adapters.index(None)] = Named(name, adapter)
         return replace(self, adapters=tuple(adapters))
 
     def without(self, name: str) -> Bank:
@@ -109,7 +137,7 @@ def open_bank(
     named: dict[str, Adapter] = {}
     for one in loras:
         name, equals, folder = one.partition("=")
-        if not equals or not folder or not 0 < len(name) <= MOST_CHARACTERS:
+        if not equals or not folder or not _is_name(name):
             raise RequestError(f"loras has {one!r:.80}; it must be NAME=DIR.", param="loras")
         if name in named:
             raise RequestError(f"loras names {name!r} twice; give each a name.", param="loras")
@@ -130,8 +158,12 @@ def open_bank(
     modules = modules or known.keys() - {HEAD}
     ordered = tuple(module for module in known if module in modules)
     each = (4 * rank * (known[m].inputs + known[m].outputs) for m in ordered)
-    filled = (*named.items(), *(None for _ in range(slots - len(named))))
+    filled = (*(Named(*one) for one in named.items()), *(None for _ in range(slots - len(named))))
     return Bank(filled, ordered, rank, sum(each))
+
+
+def _is_name(name: str) -> bool:
+    return 0 < len(name) <= MOST_CHARACTERS and name.isprintable()
 
 
 def _checked(name: str, adapter: Adapter) -> Adapter:

@@ -8,14 +8,12 @@ have.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +77,6 @@ class Adapter:
     replaced: Mapping[str, str]
     experts: Mapping[str, tuple[Experts, str, str]] = field(default_factory=dict)
 
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 of what it computes: the config and the tensors, in hexadecimal."""
-        sha = hashlib.sha256(repr(self.config).encode())
-        for name in sorted(self.file.names()):
-            sha.update(name.encode())
-            sha.update(self.file.read(name).tobytes())
-        return sha.hexdigest()
-
     @property
     def rank(self) -> int:
         """The largest of its layers'."""
@@ -108,12 +97,19 @@ class Adapter:
             info: the model, of whose tensors DoRA needs the norms.
 
         Raises:
-            CheckpointError: a number is NaN or infinite.
+            CheckpointError: a number is NaN or infinite, or B is with its scale.
         """
         by_module = {}
         for module in self.targets:
             parts = {kind: self.tensor(names) for kind, names in self.stored[module].items()}
             a, b, scale = parts["lora_A"], parts["lora_B"], self.config.scale_of(module)
+            with np.errstate(over="ignore"):
+                largest = np.abs(b).max(initial=0.0) * np.float32(scale)
+            if not np.isfinite(largest):  # beside others 0 times it would be NaN
+                raise CheckpointError(
+                    f"B of {module} in {self.folder} times its scale {scale:g} is beyond "
+                    f"float32; train it again."
+                )
             columns = None
             if self.config.use_dora:
                 w = base_weight(info.weights(), info.family, self.targets[module])
@@ -277,7 +273,7 @@ def open_adapter(
                 f"never read here, so convert it where torch is installed, with: {command}"
             )
         raise CheckpointError(f"{folder} has no {WEIGHTS}.")
-    file = SafetensorsFile(path)
+    file = SafetensorsFile(path, is_mapped=False)
     by_name = {name: module for module, target in known.items() for name in target.names}
     stored: dict[str, dict[str, str]] = {}
     copies, spellings, unknown = _copies_of_base(file, info, known), set[str](), []

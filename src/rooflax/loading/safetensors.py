@@ -11,6 +11,7 @@ This module knows files and bytes. It does not know models, configs, devices or 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -119,10 +120,12 @@ def _array_layout(info: TensorInfo) -> tuple[np.dtype, tuple[int, ...]]:
 
 
 class SafetensorsFile:
-    """A validated, memory-mapped safetensors file.
+    """A validated safetensors file, memory-mapped unless it may change while it is open.
 
     Args:
         path: the file; a symbolic link is followed.
+        is_mapped: False reads each tensor when it is asked for, and notices changes: the system
+            kills a process that looks at a mapped page behind the end of a file that was cut.
 
     Raises:
         CheckpointError: the file is missing, is a pickle or a zip in disguise, or breaks a rule
@@ -131,12 +134,15 @@ class SafetensorsFile:
     Source: https://github.com/huggingface/safetensors (README.md, format).
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
+    def __init__(self, path: str | os.PathLike[str], *, is_mapped: bool = True):
         self.path = Path(path)
         try:
             with open_regular(self.path) as file:
+                self._version = _version(file)
                 self._read_header(file)
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self._map = None
+                if is_mapped:
+                    self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise CheckpointError(f"cannot read {self.path}: {error.strerror or error}") from error
 
@@ -242,10 +248,10 @@ class SafetensorsFile:
         return self._infos[name]
 
     def read(self, name: str) -> np.ndarray:
-        """A read-only view of a tensor's bytes in the map; nothing is copied.
+        """A read-only view of a tensor's bytes in the map; without a map a copy.
 
         Raises:
-            CheckpointError: there is no tensor of this name.
+            CheckpointError: there is no tensor of this name, or the file was changed.
         """
         dtype, shape = _array_layout(self.info(name))
         count = prod(shape)
@@ -254,8 +260,21 @@ class SafetensorsFile:
             empty.flags.writeable = False
             return empty
         offset = self._data_start + self._offsets[name][0]
+        if self._map is None:
+            return np.frombuffer(self._bytes(offset, count * dtype.itemsize), dtype).reshape(shape)
         check_mapped(self._map, self.path)
         return np.frombuffer(self._map, dtype, count, offset).reshape(shape)
+
+    def _bytes(self, offset: int, size: int) -> bytes:
+        data = b""
+        with contextlib.suppress(OSError), open_regular(self.path) as file:
+            file.seek(offset)
+            data = file.read(size)
+            if _version(file) != self._version:
+                data = b""
+        if len(data) != size:
+            raise CheckpointError(f"{self.path} was changed while it was read; read it again.")
+        return data
 
     def release(self, name: str) -> None:
         """Tells the system that a tensor's pages may go; a later read brings them back.
@@ -277,8 +296,14 @@ class SafetensorsFile:
         self.info(name)
         begin, end = (self._data_start + offset for offset in self._offsets[name])
         begin -= begin % mmap.PAGESIZE
-        if end > begin and hasattr(self._map, "madvise"):
+        if self._map is not None and end > begin and hasattr(self._map, "madvise"):
             self._map.madvise(getattr(mmap, advice), begin, end - begin)
+
+
+def _version(file: BinaryIO) -> tuple[int, ...]:
+    """What changes when a file is written, or another takes its place."""
+    stat = os.fstat(file.fileno())
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 class _HeaderError(Exception):

@@ -281,14 +281,13 @@ def side_by_side(
     begins = np.cumsum((0, *rows))
     xp = namespace(next(iter(parts.values())).a)
     a = xp.concatenate([part.a.T for part in parts.values()], axis=1)
-    with np.errstate(over="ignore"):  # an adapter beyond float32 gives no finite logits
-        wide = [
-            xp.pad(
-                part.b.T * np.float32(part.scale),
-                ((0, 0), (int(begins[index]), int(begins[-1] - begins[index + 1]))),
-            )
-            for index, part in parts.items()
-        ]
+    wide = [
+        xp.pad(
+            part.b.T * np.float32(part.scale),
+            ((0, 0), (int(begins[index]), int(begins[-1] - begins[index + 1]))),
+        )
+        for index, part in parts.items()
+    ]
 
     def outputs(name: str) -> Any:
         known = {index: getattr(part, name) for index, part in parts.items()}
@@ -342,13 +341,16 @@ def adapted_weights(
     return _placed(config, weights, made, {at: target for at, (target, _) in changed.items()})
 
 
-def banked(model: Model, banks: Sequence[Adapters], modules: Collection[str], rank: int) -> Model:
+def banked(
+    model: Model, banks: Sequence[Adapters | None], modules: Collection[str], rank: int
+) -> Model:
     """The model with several adapters in slots beside its weights, one of which each row has.
 
     The shapes depend on nothing but the arguments below: with other adapters nothing compiles.
 
     Args:
-        banks: of each slot; none is an empty one.
+        model: with slots already, where one of them stays.
+        banks: of each slot; an empty one has no layers, None leaves a slot as it is.
         modules: the layers that have slots, by `Target.module`.
         rank: the most of an adapter.
     """
@@ -358,17 +360,23 @@ def banked(model: Model, banks: Sequence[Adapters], modules: Collection[str], ra
     for module in modules:
         target = known[module]
         lines.setdefault((target.slot.layer, target.slot.key), []).append(target)
-    each = [by_slot(name, config, one) for one in banks]
+    most: dict[str, int] = {}  # tensors of a weight in any layer: stacked layers are of one shape
+    for (_, key), group in lines.items():
+        most[key] = max(most.get(key, 0), len(group))
+    each = [None if one is None else by_slot(name, config, one) for one in banks]
     made: dict[Place, Matrices] = {}
     for at, group in lines.items():
-        width = rank * len(group)
+        width = rank * most[at[1]]
         first = group[0]
         out_shape = first.slot.line.in_out_shape(config.axis_sizes)[1]
         inner, outer = first.inputs, math.prod(out_shape)
         rows, columns = [], []
-        for bank in each:
-            a, b = np.zeros((inner, width), np.float32), np.zeros((width, outer), np.float32)
-            if at in bank:
+        for number, bank in enumerate(each):
+            if bank is None:
+                a, b = _slot_of(model.weights, at, number, width)
+            else:
+                a, b = np.zeros((inner, width), np.float32), np.zeros((width, outer), np.float32)
+            if bank is not None and at in bank:
                 target, parts = bank[at]
                 line = target.slot.line
                 few, wide, *_ = side_by_side(line, config.axis_sizes, parts, is_head=False)
@@ -379,6 +387,21 @@ def banked(model: Model, banks: Sequence[Adapters], modules: Collection[str], ra
     places = {at: group[0] for at, group in lines.items()}
     weights = _placed(config, model.weights, made, places, slots=len(banks))
     return replace(model, weights=jax.tree.map(_on_device, weights))
+
+
+def _slot_of(
+    weights: dict[str, Any], at: Place, slot: int, width: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """A [in, width] and B [width, out] of one slot beside a layer's weight."""
+    layer, key = at
+    assert layer is not None
+    is_stacked = "stacked_layers" in weights
+    groups = weights["stacked_layers" if is_stacked else "layers"]
+    row, index = divmod(layer, len(groups))
+    leaf = groups[index][key]
+    a, b = (leaf.a[row], leaf.b[row]) if is_stacked else (leaf.a, leaf.b)
+    ranks = slice(slot * width, (slot + 1) * width)
+    return np.asarray(a)[:, ranks], np.asarray(b)[ranks]
 
 
 def _on_device(leaf: Any) -> Any:

@@ -5,17 +5,26 @@ The file is the user's own code and runs as such, with all that the user may do.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import importlib.util
 import inspect
-import math
+import os
+import reprlib
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from rooflax.errors import EngineError, RequestError, first_line
+import numpy as np
+
+from rooflax.errors import RequestError, RewardError, first_line
 from rooflax.train.corpus import Prompt
+
+LARGEST = float(np.finfo(np.float32).max)
+NO_LISTS = (str, bytes, Mapping, Set)
+"""Types whose items are no rewards, or in no order."""
 
 
 class Reward:
@@ -38,8 +47,13 @@ class Reward:
         if not colon or self.path.suffix != ".py" or not function.isidentifier():
             raise RequestError(f"reward is {spec!r:.200}; give FILE.py:function.", param="reward")
         self.function = self._load(function)
-        self.spec = spec
-        parameters = inspect.signature(self.function).parameters.values()
+        try:
+            parameters = inspect.signature(self.function).parameters.values()
+        except (TypeError, ValueError):  # some builtins
+            raise RequestError(
+                f"{self.path} has {function}, whose parameters nobody can tell; write a function.",
+                param="reward",
+            ) from None
         self._takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
         self._names = {one.name for one in parameters}
 
@@ -52,8 +66,9 @@ class Reward:
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module  # where dataclasses look their module up
         try:
-            spec.loader.exec_module(module)
-        except Exception as error:
+            with contextlib.redirect_stdout(sys.stderr):
+                spec.loader.exec_module(module)
+        except (Exception, SystemExit) as error:
             raise RequestError(f"{self._where(error)} raised {_said(error)}.") from None
         loaded = getattr(module, function, None)
         if not callable(loaded):
@@ -67,7 +82,7 @@ class Reward:
             rows: of each completion.
 
         Raises:
-            EngineError: the function raised, or gave something else than as many finite numbers;
+            RewardError: the function raised, or gave something else than as many finite numbers;
                 with file and line.
         """
         keys = dict.fromkeys(key for row in rows for key in row.columns)
@@ -82,40 +97,61 @@ class Reward:
         } | {key: [row.columns.get(key) for row in rows] for key in keys}
         if not self._takes_all:
             arguments = {key: value for key, value in arguments.items() if key in self._names}
-        try:
-            result = self.function(**arguments)
-        except Exception as error:
-            raise EngineError(
-                f"The reward at {self._where(error)} raised {_said(error)}."
-            ) from None
         code = getattr(self.function, "__code__", None)
         at = f"{self.path}, line {code.co_firstlineno}," if code else f"{self.path}"
+        result = self._called(copy.deepcopy(arguments))  # rows come again, and must be the same
         try:
-            rewards = [float(each) for each in result]
-        except (TypeError, ValueError):
-            raise EngineError(
-                f"The reward at {at} gave {result!r:.80}; it must give a list of numbers."
+            rewards = _numbers(result)
+        except Exception:  # of the user's own types
+            raise RewardError(
+                f"The reward at {at} gave {reprlib.repr(result)}; it must give a list of numbers."
             ) from None
         if len(rewards) != len(texts):
-            raise EngineError(
+            raise RewardError(
                 f"The reward at {at} gave {len(rewards)} numbers for {len(texts)} completions."
             )
         for row, reward in zip(rows, rewards, strict=True):
-            if not math.isfinite(reward):
-                raise EngineError(f"The reward at {at} gave {reward} for {row.where}.")
+            if not abs(reward) <= LARGEST:
+                raise RewardError(
+                    f"The reward at {at} gave {reward} for {row.where}; it must be finite in "
+                    f"float32."
+                )
         return rewards
 
-    def _where(self, error: Exception) -> str:
+    def _called(self, arguments: dict[str, Any]) -> Any:
+        """What the function gives, as a list if it has an order; what it prints goes to stderr."""
+        process = os.getpid()
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                result = self.function(**arguments)
+                is_list = isinstance(result, Iterable) and not isinstance(result, NO_LISTS)
+                result = list(result) if is_list else result
+        except (Exception, SystemExit) as error:
+            raise RewardError(
+                f"The reward at {self._where(error)} raised {_said(error)}."
+            ) from None
+        finally:
+            if os.getpid() != process:  # the function forked; training is its parent's
+                os._exit(1)
+        return result
+
+    def _where(self, error: BaseException) -> str:
         """The last line of the user's file that an error came through."""
         lines = [
             frame.lineno
             for frame in traceback.extract_tb(error.__traceback__)
             if frame.filename == str(self.path.resolve())
         ]
-        if isinstance(error, SyntaxError):
+        if isinstance(error, SyntaxError) and error.lineno is not None:
             lines = [error.lineno]
         return f"{self.path}, line {lines[-1]}," if lines else f"{self.path}"
 
 
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {first_line(error)}".rstrip(".")
+def _numbers(values: Any) -> list[float]:
+    if not isinstance(values, list) or any(isinstance(each, str | bytes) for each in values):
+        raise TypeError("no list of numbers")
+    return [float(each) for each in values]
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {first_line(error):.300}".rstrip(".")

@@ -91,7 +91,8 @@ class Rollouts:
         """The answers of a step, a function of (seed, step, weights), and means of them by name.
 
         Raises:
-            EngineError: the reward failed, or the engine.
+            RewardError: the reward failed.
+            EngineError: the engine did.
         """
         size = self.config.num_generations
         count = self.config.batch_size // size
@@ -203,7 +204,8 @@ class Rollouts:
                 ids = self.llm.encode_chat(row.prompt, tools=row.tools)
         except RequestError as error:
             raise RequestError(f"{row.where}: {str(error).rstrip('.')}.") from None
-        room = self.config.seq_len + 1 - self.config.max_completion_length
+        longest = min(self.config.seq_len + 1, self.llm.max_model_len)
+        room = longest - self.config.max_completion_length
         if not 0 < len(ids) <= room:
             raise RequestError(
                 f"{row.where} has a prompt of {len(ids)} tokens, and rows of --seq-len "

@@ -413,6 +413,8 @@ class Service:
             except QueueFull:
                 raise
             except RequestError as error:  # what cannot be compiled has no field of its own
+                if error.param == "lora":  # it was unloaded just now
+                    self.resolve(model)
                 if error.param is not None or params.structured_output is None:
                     raise
                 said = str(error)

@@ -14,6 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from rooflax import __version__
 from rooflax.engine.sampling_params import SamplingParams
+from rooflax.errors import UnsupportedModelError
 from rooflax.fields.sampling import OF_CHECKPOINT, SAMPLING
 from rooflax.server.answers import Json
 from rooflax.server.errors import ApiError
@@ -124,18 +125,20 @@ async def load_lora(service: Service, request: Request, body: Any) -> Response:
     name, path = fields["lora_name"], fields["lora_path"]
     if name in service.base_names:
         raise ApiError(f"lora_name is {name[:80]!r}, the model's own.", param="lora_name")
-    folder = None
-    with suppress(OSError, ValueError):  # a name that no file can have
+    folder, is_inside = root, False
+    with suppress(OSError, ValueError, RuntimeError):  # no file's name, or a loop of links
         folder = (root / path).resolve()
-    is_there = folder is not None and (
-        folder.is_dir() or (folder.suffix == ".gguf" and folder.is_file())
-    )
-    if folder is None or not is_there or not folder.is_relative_to(root):
+        is_there = folder.is_dir() or (folder.suffix == ".gguf" and folder.is_file())
+        is_inside = is_there and folder.is_relative_to(root)
+    if not is_inside:
         raise ApiError(
             "lora_path is no folder inside --allow-lora-loading, and no .gguf file there.",
             param="lora_path",
         )
-    await service.ready().load_lora(name, folder)
+    try:
+        await service.ready().load_lora(name, folder)
+    except UnsupportedModelError as error:
+        raise ApiError(str(error), param="lora_path") from None
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 

@@ -34,7 +34,7 @@ def save_checkpoint(folder: Path, state: TrainState, info: dict[str, Any], *, ke
 
     Args:
         folder: holds the run's checkpoints.
-        about: what state.json shall hold beside the step; JSON values.
+        info: what state.json shall hold beside the step; JSON values.
         keep: how many checkpoints stay, this one included.
 
     Raises:

@@ -140,7 +140,9 @@ def folder_documents(
             yield Document(path.as_posix(), text)
 
 
-def file_documents(paths: Sequence[Path], *, field: str | None = None) -> Iterator[Row]:
+def file_documents(
+    paths: Sequence[Path], *, field: str | None = None, pairs: bool = False
+) -> Iterator[Row]:
     """Rows of files: each line of a .jsonl is one, of the kind that its keys say; any other file is
     a document.
 
@@ -148,13 +150,14 @@ def file_documents(paths: Sequence[Path], *, field: str | None = None) -> Iterat
         field: key of the text in a JSONL line, whatever other keys there are; None looks for
             `messages` (and `tools`), then `prompt` and `completion`, then `chosen` and `rejected`,
             then `text`.
+        pairs: `chosen` and `rejected` come before other keys, which data sets have beside them.
 
     Raises:
         RequestError: a file is missing or not UTF-8, or a line is no row.
     """
     for path in paths:
         if path.suffix == ".jsonl":
-            yield from documents(jsonl_values(path), field=field)
+            yield from documents(jsonl_values(path), field=field, pairs=pairs)
         elif text := _read(path):
             yield Document(path.name, text)
 
@@ -177,6 +180,10 @@ def prompts(values: Iterable[Value]) -> Iterator[Prompt]:
     for value, name, where in values:
         if not isinstance(value, dict) or "prompt" not in value:
             raise RequestError(f"{where} is not a JSON object with a prompt.")
+        if taken := {"prompts", "completions"} & value.keys():
+            raise RequestError(
+                f"{where} has {min(taken)}, which is an argument of rewards; call it otherwise."
+            )
         prompt = value["prompt"]
         if not isinstance(prompt, str):
             prompt = _messages(value, "prompt", where)
@@ -269,10 +276,16 @@ def hub_values(spec: str) -> dict[str, Iterator[Value]]:
     return {part: values(rows) for part, rows in splits.items() if rows is not None}
 
 
-def documents(values: Iterable[Value], *, field: str | None = None) -> Iterator[Row]:
+def documents(
+    values: Iterable[Value], *, field: str | None = None, pairs: bool = False
+) -> Iterator[Row]:
     """`file_documents` of rows that are read already."""
     for value, name, where in values:
-        row = _row(value, name, where, field) if isinstance(value, dict) else None
+        row = None
+        if isinstance(value, dict) and pairs and {"chosen", "rejected"} <= value.keys():
+            row = _preference(value, name, where)
+        elif isinstance(value, dict):
+            row = _row(value, name, where, field)
         if row is None:
             wanted = f"a string under {field or 'text'!r}"
             if field is None:
@@ -303,15 +316,21 @@ def _answered(value: dict[str, Any], key: str, name: str, where: str) -> Convers
     prompt, answer = value["prompt"], value[key]
     if isinstance(prompt, str) and isinstance(answer, str):
         return Completion(name, where, prompt, answer)
+    if isinstance(prompt, str) or isinstance(answer, str):
+        raise RequestError(
+            f"{where} has prompt and {key} that are neither two texts nor two lists of messages."
+        )
     before = _messages(value, "prompt", where)
     messages = before + _messages(value, key, where)
     return Conversation(name, where, messages, len(before), _tools(value, where))
 
 
 def _preference(value: dict[str, Any], name: str, where: str) -> Preference:
-    """A pair; a prompt that is not stated is what both answers begin with, as TRL takes it."""
+    """A pair; a prompt that is not stated, or a text beside lists of messages, is what both answers
+    begin with, as TRL takes it."""
     chosen, rejected = value["chosen"], value["rejected"]
-    if "prompt" not in value:
+    is_text = isinstance(value.get("prompt"), str)
+    if "prompt" not in value or (is_text and _are_objects(chosen) and _are_objects(rejected)):
         if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
             raise RequestError(
                 f"{where} has chosen and rejected that are neither two texts nor two lists of "

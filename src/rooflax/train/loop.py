@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rooflax.errors import CheckpointError, EngineError, RequestError
+from rooflax.errors import CheckpointError, EngineError, RequestError, RewardError
 from rooflax.files import only_writer
 from rooflax.loading.adapter_config import AdapterConfig
 from rooflax.models.adapters import LowRank, adapted
@@ -140,7 +140,11 @@ class Rollouts(Protocol):
         ...
 
     def batch(self, step: int, weights: Any) -> tuple[Any, dict[str, float]]:
-        """The batch of a step, with numbers to log."""
+        """The batch of a step, with numbers to log.
+
+        Raises:
+            RewardError: a reward failed; the run is saved.
+        """
         ...
 
     def evaluate(
@@ -448,7 +452,14 @@ class _Run:
 
     def advance(self, bar: Any) -> None:
         """One step, and what is due after it."""
-        batch, more = self.batch()
+        try:
+            batch, more = self.batch()
+        except RewardError:  # what was trained until now is sound
+            self.settle(bar)
+            if self.step > 0:
+                self.save()
+                self.say(f"the run is saved after step {self.step:,}")
+            raise
         lr = float(self.rate(self.step))
         self.state, metrics = self.train_step(self.state, self.fixed, batch)
         self.settle(bar)

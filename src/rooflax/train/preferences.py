@@ -195,8 +195,8 @@ def load_reference(path: Path, parts: Sequence[PairRows]) -> None:
     """
     try:
         with open_regular(path) as file:
-            found = np.load(file, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+            found = np.lib.format.read_array(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError, MemoryError) as error:
         raise CheckpointError(f"cannot read {path}: {error}; give another --out.") from None
     ends = np.cumsum([rows.reference.size for rows in parts])
     if found.shape != (ends[-1],) or found.dtype != np.float32:

@@ -144,6 +144,7 @@ def test_a_layer_without_an_adapter_stays_as_it_is(case, tmp_path):
 
 
 NAN = {f"{PATH}.lora_A.weight": np.full((RANK, 54), np.nan, np.float32)}
+HUGE = np.float32(1e38)
 BAD_FILES = {
     "another shape": (
         {"tensors": {f"{PATH}.lora_B.weight": np.zeros((7, RANK))}},
@@ -151,6 +152,10 @@ BAD_FILES = {
     ),
     "another rank": ({"rank_pattern": {"q_proj": 3}}, r"is \[4, 54\], wanted \[3, 54\]"),
     "NaN": ({"tensors": NAN}, r"q_proj.lora_A.weight in .* holds NaN or infinity"),
+    "a scale beyond float32": (
+        {"tensors": {f"{PATH}.lora_B.weight": np.full((120, RANK), HUGE)}, "lora_alpha": 400.0},
+        rf"B of {Q} in .* times its scale 100 is beyond float32; train it again",
+    ),
     "no pair": ({"tensors": {f"{PATH}.lora_B.weight": None}}, rf"lacks lora_B of {Q}"),
     "whole numbers": (
         {"tensors": {f"{PATH}.lora_A.weight": np.zeros((RANK, 54), np.int32)}},

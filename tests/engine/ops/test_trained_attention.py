@@ -103,6 +103,18 @@ def test_what_is_not_a_number_stays_that():
     assert np.isfinite(out[0, :, 1:]).all()
 
 
+def test_scores_beyond_float32_give_no_numbers():
+    (q, k, v, sinks), dense, args, _ = arrays(*CASES["sinks"])
+    large = jnp.zeros((1, 1, 1, 16)).at[..., 3].set(1e20)  # no sum of two is NaN
+    for given in ((large * q, large * k, sinks), (q, k, sinks.at[1].set(jnp.nan))):
+        out, wanted = (
+            np.isfinite(run(*given[:2], v, dense, args(given[2])))
+            for run in (trained, reference.attention)
+        )
+        np.testing.assert_array_equal(out, wanted)
+        assert 0 < wanted.mean() < 1
+
+
 def test_what_the_kernel_does_not_do():
     values, dense, args, _ = arrays(*CASES["causal"])
     q, k, v, _ = values

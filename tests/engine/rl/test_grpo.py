@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from rooflax.errors import EngineError, RequestError
+from rooflax.errors import RequestError, RewardError
 from rooflax.llm import LLM
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.rl.grpo import SMALLEST, advantages
@@ -46,6 +46,40 @@ def too_few(completions):
 
 def nan(completions):
     return [float("nan")] * len(completions)
+
+
+def large(completions):
+    return [1e39] * len(completions)
+
+
+def digits(completions):
+    return "1" * len(completions)
+
+
+def by_number(completions):
+    return dict.fromkeys(range(len(completions)))
+
+
+def beyond_floats(completions):
+    return [10**400] * len(completions)
+
+
+def late(completions):
+    yield 1.0
+    raise KeyError("late")
+
+
+def leaves(completions):
+    raise SystemExit(0)
+
+
+def truths(prompts, completions, nested):
+    print("a line")
+    for row in nested:
+        row.append("changed")
+    completions.clear()
+    prompts[0][0]["content"] = "changed"
+    return (True for _ in nested)
 '''
 
 
@@ -108,6 +142,21 @@ def test_a_run_and_the_same_one_killed(folder, files):
     assert again.best_step == whole.best_step
 
 
+def test_a_run_whose_reward_fails_goes_on_where_it_was(folder, files):
+    config, said = settings(files, steps=4, eval_every=0, checkpoint_every=0), []
+    _, _, lines = run(folder, files, config, files / "whole")
+    counted = "    calls.append(1)\n    assert len(calls) < 3\n    assert len(prompts)"
+    failing = "calls = []\n" + REWARDS.replace("    assert len(prompts)", counted)
+    (files / "rewards.py").write_text(failing)
+    with pytest.raises(RewardError, match="line 6, raised AssertionError"):
+        run(folder, files, config, files / "cut", say=said.append)
+    assert said == ["the run is saved after step 2"]
+    (files / "rewards.py").write_text(REWARDS)
+    run(folder, files, config, files / "cut", say=said.append)
+    assert said[1] == "resumes from step 2 of 4"
+    assert tiny.comparable(read_log(files / "cut/log.jsonl")) == tiny.comparable(lines)
+
+
 def test_updates_by_the_same_answers_are_clipped(folder, files):
     config = settings(files, num_iterations=3, beta=0.04, steps=3, eval_every=0)
     result, _, lines = run(folder, files, config, files / "run")
@@ -127,6 +176,16 @@ def test_log_probabilities_of_sampler_and_trainer_are_equal(files):
     assert 0 < said["sampling_difference"] <= 1e-5
     assert batch.mask.sum() == 16 * said["completion_length"]
     print(f"the largest difference is {said['sampling_difference']:.1e}")
+
+
+def test_prompts_leave_room_in_a_context_of_seq_len(folder, files):
+    config = settings(files)
+    made = rollouts(sampler(folder, config), files, config)
+    (length,) = {len(ids) for ids in made._ids.values()}
+    config = settings(files, max_completion_length=config.seq_len + 1 - length)
+    rollouts(sampler(folder, config), files, config)
+    with pytest.raises(RequestError, match=f"have room for 1 to {length - 1} before"):
+        rollouts(LLM(folder, max_model_len=config.seq_len), files, config)
 
 
 def test_memory_has_the_samplers_cache(folder, files):
@@ -150,12 +209,18 @@ def test_advantages_and_clipping_by_hand():
         ("fails", r"rewards\.py, line 9, raised KeyError: 'number'\.$"),
         ("nothing", r"rewards\.py, line 12, gave None; it must give a list of numbers\.$"),
         ("too_few", r"rewards\.py, line 16, gave 1 numbers for 16 completions\.$"),
-        ("nan", r"rewards\.py, line 20, gave nan for line \d of .*rows\.jsonl\.$"),
+        ("nan", r"rewards\.py, line 20, gave nan for line \d of .*; it must be finite in"),
+        ("large", r"line 24, gave 1e\+39 for line \d of .*; it must be finite in float32\.$"),
+        ("digits", r"line 28, gave '1{12}\.*1+'; it must give a list of numbers\.$"),
+        ("by_number", r"line 32, gave {0: None, .*}; it must give a list of numbers\.$"),
+        ("beyond_floats", r"line 36, gave \[10+\.*.*\]; it must give a list of numbers\.$"),
+        ("late", r"rewards\.py, line 42, raised KeyError: 'late'\.$"),
+        ("leaves", r"rewards\.py, line 46, raised SystemExit: 0\.$"),
     ],
 )
 def test_rewards_that_fail_are_said_with_file_and_line(files, function, said):
     rows = list(file_prompts([files / "rows.jsonl"]))[:4] * 4
-    with pytest.raises(EngineError, match=said) as caught:
+    with pytest.raises(RewardError, match=said) as caught:
         Reward(f"{files / 'rewards.py'}:{function}")(rows, ["x"] * 16)
     assert "\n" not in str(caught.value)
 
@@ -192,6 +257,30 @@ def test_messages_and_columns_come_as_trl_gives_them(files):
     }  # fmt: skip
 
 
+def test_a_reward_changes_no_row_and_prints_to_stderr(files, capsys):
+    prompt = [{"role": "user", "content": "hi"}]
+    (files / "chat.jsonl").write_text(json.dumps({"prompt": prompt, "nested": []}))
+    (row,) = file_prompts([files / "chat.jsonl"])
+    assert Reward(f"{files / 'rewards.py'}:truths")([row] * 2, ["a", "b"]) == [1.0, 1.0]
+    assert row.columns == {"nested": []} and row.prompt[0]["content"] == "hi"
+    said = capsys.readouterr()
+    assert said.out == "" and said.err == "a line\n"
+
+
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning", "ignore:.*fork:DeprecationWarning")
+def test_a_child_that_a_reward_forks_trains_nothing(files):
+    code = (
+        "import os\n"
+        "def f(completions):\n"
+        "    if pid := os.fork():\n"
+        "        return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])]\n"
+        "    return [0.0]\n"
+    )
+    (files / "forks.py").write_text(code)
+    (row, *_) = file_prompts([files / "rows.jsonl"])
+    assert Reward(f"{files / 'forks.py'}:f")([row], ["a"]) == [1.0]
+
+
 def test_prompts_and_settings_that_are_rejected(folder, files):
     config = settings(files, max_completion_length=15)
     with pytest.raises(RequestError, match=r"line 1 of .* has a prompt of \d+ tokens"):
@@ -205,7 +294,11 @@ def test_prompts_and_settings_that_are_rejected(folder, files):
     ):
         with pytest.raises(RequestError, match=said):
             settings(files, **given)
-    for line, said in (("[1]", "is not a JSON object with a prompt"), ('{"prompt": 3}', "prompt")):
+    for line, said in (
+        ("[1]", "is not a JSON object with a prompt"),
+        ('{"prompt": 3}', "prompt"),
+        ('{"prompt": "x", "completions": []}', "has completions, which is an argument of rewards"),
+    ):
         (files / "bad.jsonl").write_text(line)
         with pytest.raises(RequestError, match=f"line 1 of .*{said}"):
             list(file_prompts([files / "bad.jsonl"]))

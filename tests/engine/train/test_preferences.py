@@ -1,6 +1,7 @@
 """Preference training: TRL's losses and rewards, the reference, resuming, what is rejected."""
 
 import dataclasses
+import io
 import math
 
 import jax
@@ -153,9 +154,13 @@ def test_a_longer_run_takes_the_reference_of_its_further_pairs(pairs, tmp_path):
     is_known = ~np.isnan(few)
     assert 0 < is_known.sum() < np.isfinite(more).sum() == more.size == 2 * 37
     np.testing.assert_array_equal(few[is_known], more[is_known])
-    path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(CheckpointError, match=r"reference\.npy"):
-        run_training(model, dataclasses.replace(config, steps=9, warmup_steps=1), *pairs, tmp_path)
+    archive = io.BytesIO()
+    np.savez(archive, more)
+    longer = dataclasses.replace(config, steps=9, warmup_steps=1)
+    for damaged in (path.read_bytes()[:-4], archive.getvalue()):
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"cannot read .*reference\.npy"):
+            run_training(model, longer, *pairs, tmp_path)
 
 
 def test_micro_batches_change_nothing(pairs):

@@ -62,6 +62,23 @@ def test_round_trip_of_every_dtype(tmp_path, every_dtype):
         assert file.read(name).tobytes() == array.tobytes()
 
 
+def test_a_file_that_changes_while_it_is_open_is_read_whole_or_not(tmp_path, every_dtype):
+    path = tmp_path / "model.safetensors"
+    write_arrays(path, every_dtype)
+    file = st.SafetensorsFile(path, is_mapped=False)
+    for name, array in every_dtype.items():
+        assert file.read(name).tobytes() == array.tobytes()
+        file.prefetch(name)
+    content = path.read_bytes()
+    for changed in (content[:-100], content[:-1] + b"!"):
+        path.write_bytes(content)
+        file = st.SafetensorsFile(path, is_mapped=False)
+        os.utime(path, ns=(1, 1))  # some file systems' clocks are slow
+        path.write_bytes(changed)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors was changed while it was"):
+            file.read("t.F64")
+
+
 def test_reads_what_the_safetensors_package_writes_and_the_reverse(tmp_path):
     package = pytest.importorskip("safetensors.numpy")
     arrays = {

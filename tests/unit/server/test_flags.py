@@ -35,7 +35,7 @@ FLAGS = FINDING | CHECK | LENGTH | PRECISION | QUANTIZE | BUDGET | LAYERS | DRAF
     "--watchdog": ["5"], "--stay": [], "--tokenizer-info": [],
     "--max-inflight-per-key": ["3"], "--max-body-bytes": ["1000"],
     "--lora": ["x=DIR"], "--max-loras": ["2"], "--max-lora-rank": ["4"],
-    "--allow-lora-loading": ["DIR"],
+    "--allow-lora-loading": (["KEYS"], "--allow-lora-loading names KEYS, which is no folder"),
 }  # fmt: skip
 
 
@@ -117,6 +117,12 @@ def test_every_flag_has_its_effect_or_is_rejected(observe):
         else:
             assert found[0] == 0, (flag, found)
             assert found[1:] != base[1:], flag
+
+
+def test_adapters_that_requests_load_need_slots(observe):
+    code, err, *_ = observe(TINY, "--allow-lora-loading", ".")
+    assert code == 2 and "--allow-lora-loading needs slots for adapters; give --max-loras." in err
+    assert observe(TINY, "--allow-lora-loading", ".", "--max-loras", "2")[0] == 0
 
 
 @pytest.mark.parametrize("flag", ["--max-num-seqs", "--max-num-batched-tokens", "--max-model-len"])

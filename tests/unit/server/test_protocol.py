@@ -1025,6 +1025,20 @@ def test_pings_keep_a_waiting_stream_open(live, scripted, monkeypatch):
     assert text.startswith(": ping\n\n") and text.endswith("data: [DONE]\n\n")
 
 
+def test_an_adapter_that_is_unloaded_while_a_request_comes(live, scripted, monkeypatch):
+    class Gone(dict):
+        """There when the request names it, and not afterwards."""
+
+        def __iter__(self):
+            names, _ = list(super().__iter__()), self.clear()
+            return iter(names)
+
+    monkeypatch.setattr(scripted, "loras", Gone(one=None))
+    scripted.error = (0, RequestError("lora is 'one'; there is none.", param="lora"))
+    answer = live.http.post("/v1/completions", json={"model": "one", "prompt": "x"})
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
+
+
 def test_an_error_before_the_first_piece_is_a_status(live, scripted):
     scripted.error = (0, RequestError("The schema cannot be used.", param="response_format"))
     connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=60)

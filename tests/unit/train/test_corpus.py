@@ -147,7 +147,7 @@ def test_the_keys_of_a_line_say_its_kind(tmp_path):
         ({"messages": []}, "messages that are not a list of objects, each with a role"),
         ({"messages": [{"content": "x"}]}, "messages that are not a list of objects"),
         ({"messages": "hi"}, "messages that are not a list of objects"),
-        ({"prompt": "x", "completion": [{"role": "user"}]}, "prompt that are not a list"),
+        ({"prompt": "x", "completion": [{"role": "user"}]}, "prompt and completion that"),
         ({"messages": [{"role": "user"}], "tools": {}}, "tools that are not a list"),
     ],
 )
@@ -264,14 +264,30 @@ def test_preferences_with_and_without_a_prompt(tmp_path):
     assert (found[2].chosen.tools, found[3].chosen.tools) == (({"a": 1},), None)
 
 
+def test_preferences_beside_other_columns(tmp_path):
+    """As ultrafeedback_binarized has them: the prompt as a text too, and a conversation."""
+    user, answers = {"role": "user", "content": "hi"}, ("yes", "no")
+    both = [[user, {"role": "assistant", "content": text}] for text in answers]
+    row = {"prompt": "hi", "chosen": both[0], "rejected": both[1], "messages": both[0], "score": 1}
+    (found,) = file_documents([written(tmp_path / "a.jsonl", row)], pairs=True)
+    assert isinstance(found, Preference)
+    assert (found.chosen.messages, found.rejected.messages) == tuple(map(tuple, both))
+    assert found.chosen.num_prompt == 1
+    (found,) = file_documents([written(tmp_path / "a.jsonl", row)])
+    assert isinstance(found, Conversation)
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [
         ({"chosen": "a", "rejected": "b"}, "has no prompt, which is what chosen and rejected beg"),
         ({"chosen": "a", "rejected": "a"}, "has no prompt, which is"),
         ({"chosen": "a", "rejected": ["a"]}, "are neither two texts nor two lists of messages"),
-        ({"prompt": "a", "chosen": [], "rejected": "b"}, "has prompt that are not a list of obj"),
-        ({"prompt": [{"role": "user"}], "chosen": "a", "rejected": []}, "has chosen that are not"),
+        ({"prompt": "a", "chosen": [], "rejected": "b"}, "has prompt and chosen that are neither"),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, "has prompt and rejected that are nei"),
+        ({"prompt": [{"role": "user"}], "chosen": "a", "rejected": []}, "has prompt and chosen "),
+        ({"prompt": [{"role": "user"}], "chosen": [], "rejected": []}, "has chosen that are not"),
+        ({"prompt": "a", "chosen": [], "rejected": []}, "has no prompt, which is"),
     ],
 )
 def test_broken_preferences(tmp_path, row, said):

@@ -32,6 +32,7 @@ Source: https://github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h and gguf-p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -512,40 +513,28 @@ class Q41(Pairs):
         return both_halves(body), scales
 
 
-class Searched(Halves):
-    """Types whose scale is searched for, where `quantize` makes them.
-
-    Attributes:
-        search: its module in this package, whose `encoded` the library has under the same name.
-    """
-
-    search: ClassVar[Any]
-
-    @classmethod
-    def encoded(cls, rows: np.ndarray) -> Encoded:
-        groups = rows.reshape(-1, GROUP)
-        encode = native.encoder(cls.search.__name__.rpartition(".")[2]) or cls.search.encoded
-        codes, scales, largest = encode(groups)
-        by_row = scales.astype(np.float16).reshape(len(rows), -1)
-        return codes.reshape(rows.shape), by_row, largest.reshape(by_row.shape)
-
-
-class Int6(Searched):
+class Int6(Halves):
     """Six bits and a scale: between int4 and int8, and no type of GGUF files."""
 
     code, bits, offset, zero = "int6", 6, 32, 32
-    search = int6
     most = float(31 * iq4.MOST_SCALE)
 
+    @staticmethod
+    def encoded(rows: np.ndarray) -> Encoded:
+        return _encoded(rows, native.encoder("int6") or int6.encoded)
 
-class Iq4Nl(Searched):
+
+class Iq4Nl(Halves):
     """Four bits that number sixteen values, and a scale."""
 
     code, bits, zero = "iq4_nl", 4, 8
-    search = iq4
     most = float(113 * iq4.MOST_SCALE)
     names = MappingProxyType({"iq4_nl": True, "iq4_nl-a16": False})
     blocks = MappingProxyType({"IQ4_NL": "iq4_nl"})
+
+    @staticmethod
+    def encoded(rows: np.ndarray) -> Encoded:
+        return _encoded(rows, native.encoder("iq4") or iq4.encoded)
 
     @classmethod
     def decoded(cls, codes: Any) -> Any:
@@ -590,6 +579,13 @@ def _half(words: Any) -> Any:
     if isinstance(low, np.ndarray):
         return low.view("<f2").astype(np.float32)
     return jax.lax.bitcast_convert_type(low, jnp.float16).astype(jnp.float32)
+
+
+def _encoded(rows: np.ndarray, encode: Callable[[np.ndarray], Encoded]) -> Encoded:
+    """Rows by an encoder of groups [n, 32], their scales as they are stored."""
+    codes, scales, largest = encode(rows.reshape(-1, GROUP))
+    by_row = scales.astype(np.float16).reshape(len(rows), -1)
+    return codes.reshape(rows.shape), by_row, largest.reshape(by_row.shape)
 
 
 def _iq4(codes: Any) -> Any:

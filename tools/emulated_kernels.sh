@@ -6,6 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 compiler=${1:-aarch64-linux-gnu-g++}
 out=build/aarch64
+rm -rf "$out"
 mkdir -p "$out"
 for name in test_kernels kernels_generic dispatch mask_exchange pack_pairs pack_blocks encode_blocks; do
   [ "$name" = encode_blocks ] && contract=off || contract=fast

@@ -10,6 +10,7 @@ draws=${3:-2000}
 jaxlib=$("$python" -c "import importlib.util as u; print(u.find_spec('jaxlib').submodule_search_locations[0])")
 kernels=build/sanitizers/address
 out=build/sanitizers/fuzz
+rm -rf "$out"  # objects of sources that are gone would be linked
 mkdir -p "$out"
 flags="-std=c++17 ${OPTIMISE:--O0} -g -ffp-contract=fast -Wall -Wextra -Wno-psabi -Wno-maybe-uninitialized"
 sanitize="-fsanitize=address,undefined -fno-sanitize-recover=all"

@@ -157,7 +157,7 @@ def test_without_an_alpha_nothing_is_multiplied(pair, tmp_path):
     adapter = open_adapter(path, info)
     assert adapter.read(info)[Q].scale == 1
     stated = open_adapter(write(tmp_path / "b.gguf", tensors), info)
-    assert stated.read(info)[Q].scale == 1.5 and stated.digest != adapter.digest
+    assert stated.read(info)[Q].scale == 1.5
 
 
 def test_blocks_become_numbers(pair, tmp_path):

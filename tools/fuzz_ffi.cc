@@ -1044,12 +1044,12 @@ struct Matmul {
 
   // Of ggml's block types, which follow MXFP4: bits of a code, and how its scales lie. Behind them
   // are fp8 in groups, nf4 and NVFP4, with float32 scales, and bfloat16 in pairs.
-  bool IsBlock() const { return layout >= 7 && layout < 17; }
-  bool HasFloatScales() const { return layout >= 17 && layout < 20; }
-  bool IsOfPairs() const { return layout == 20; }
-  int64_t Bits() const { return int64_t{"4552345644"[layout - 7]} - '0'; }
+  bool IsBlock() const { return layout >= 7 && layout < 18; }
+  bool HasFloatScales() const { return layout >= 18 && layout < 21; }
+  bool IsOfPairs() const { return layout == 21; }
+  int64_t Bits() const { return int64_t{"45523456446"[layout - 7]} - '0'; }
   bool IsPair() const { return layout == 7 || layout == 9; }
-  bool IsSuper() const { return IsBlock() && !IsPair() && layout != 8 && layout != 15; }
+  bool IsSuper() const { return IsBlock() && !IsPair() && layout != 8 && layout != 15 && layout != 17; }
   bool ScalesFit() const {
     const int64_t groups = inner / 32;
     return !IsSuper() || (groups % supers == 0 && lines == 1 + (groups / supers + 1) / 2);
@@ -1076,14 +1076,14 @@ struct Matmul {
                        : layout == 1     ? std::vector<int64_t>{outer, inner}
                        : IsOfPairs()     ? std::vector<int64_t>{Panels(), (inner + 31) / 32, 16, 16, 2}
                        : IsPerOutput()   ? std::vector<int64_t>{Panels(), (inner + 3) / 4, 16, 4}
-                       : std::vector<int64_t>{Panels(), inner / 32, layout == 4 || layout == 17 ? 8 : IsBlock() ? Bits() : 4, 16, 4}) {
+                       : std::vector<int64_t>{Panels(), inner / 32, layout == 4 || layout == 18 ? 8 : IsBlock() ? Bits() : 4, 16, 4}) {
       dims.push_back(dim);
     }
     return dims;
   }
   std::vector<int64_t> Scales(int64_t members) const {
     if (IsSuper()) return {members, Panels(), supers, lines, 16};
-    return {members * (IsPlain() ? 0 : Panels() * 16 * (IsPerOutput() ? 1 : inner / (layout == 19 ? 16 : 32)))};
+    return {members * (IsPlain() ? 0 : Panels() * 16 * (IsPerOutput() ? 1 : inner / (layout == 20 ? 16 : 32)))};
   }
   int64_t Sums() const { return layout == 2 ? Panels() * 16 : 0; }
 };
@@ -1144,7 +1144,7 @@ void CheckMatmulRow(const Call& call, const Matmul& p, int64_t row) {
 void FuzzMatmul() {
   const bool large = draw.OneIn(2000);  // worth a second thread
   Matmul p{};
-  p.layout = draw.Below(21);
+  p.layout = draw.Below(22);
   p.bytes = draw.Below(2);
   p.narrow = draw.OneIn(4);
   p.kind = draw.OneIn(2) ? 0 : draw.Below(8);
@@ -1186,7 +1186,7 @@ void FuzzMatmul() {
   if (p.layout == 6) {
     for (int64_t i = 0; i < call.args[2].Count(); ++i) call.args[2].At<uint8_t>(i) &= 0x7F;  // finite sums
   }
-  if (p.layout == 3 || p.layout == 17) {
+  if (p.layout == 3 || p.layout == 18) {
     for (int64_t i = 0; i < call.args[1].Count(); ++i) call.args[1].At<uint8_t>(i) &= 0xBF;
   }
   p.is_hostile = !p.IsPlain() && draw.OneIn(4);

@@ -6,8 +6,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <thread>
-#include <vector>
+
+#include "threads.h"
 
 // Compiled for several instruction sets, where the loader can choose one and no sanitizer comes before it.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__gnu_linux__) && \
@@ -126,14 +126,7 @@ ROOFLAX_CLONES void EncodeInt6(const float* rows, int64_t begin, int64_t end, ui
 
 void ByThreads(Encoder& encode, const float* rows, int64_t groups, uint8_t* codes, float* scales, float* largest,
                int threads) {
-  const int64_t count = std::max(1, threads);
-  const auto some = [&](int64_t i) {
-    encode(rows, groups * i / count, groups * (i + 1) / count, codes, scales, largest);
-  };
-  std::vector<std::thread> others;
-  for (int64_t i = 1; i < count; ++i) others.emplace_back(some, i);
-  some(0);
-  for (auto& other : others) other.join();
+  InParts(groups, threads, [&](int64_t begin, int64_t end) { encode(rows, begin, end, codes, scales, largest); });
 }
 
 }  // namespace

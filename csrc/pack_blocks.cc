@@ -4,10 +4,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <thread>
-#include <vector>
 
 #include "kernels.h"
+#include "threads.h"
 
 namespace rooflax {
 namespace {
@@ -224,14 +223,9 @@ void PackPanel(const PackArgs& a, int64_t panel) {
 
 template <typename Type>
 void Pack(const PackArgs& a, int threads) {
-  const int64_t panels = (a.num_rows + kPanel - 1) / kPanel, count = std::max(1, threads);
-  const auto some = [&](int64_t i) {
-    for (int64_t panel = panels * i / count; panel < panels * (i + 1) / count; ++panel) PackPanel<Type>(a, panel);
-  };
-  std::vector<std::thread> others;
-  for (int64_t i = 1; i < count; ++i) others.emplace_back(some, i);
-  some(0);
-  for (auto& other : others) other.join();
+  InParts((a.num_rows + kPanel - 1) / kPanel, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; ++panel) PackPanel<Type>(a, panel);
+  });
 }
 
 }  // namespace

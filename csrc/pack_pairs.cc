@@ -3,10 +3,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <thread>
-#include <vector>
 
 #include "kernels.h"
+#include "threads.h"
 
 namespace rooflax {
 namespace {
@@ -36,14 +35,7 @@ void PackBlock(const uint16_t* w, int64_t inner, int64_t outer, int64_t block, u
 extern "C" __attribute__((visibility("default"))) void rooflax_pack_pairs(
     const uint16_t* w, int64_t inner, int64_t outer, uint16_t* to, int threads) {
   using namespace rooflax;
-  const int64_t blocks = NumTermBlocks(inner), count = std::max(1, threads);
-  const auto some = [&](int64_t i) {
-    for (int64_t block = blocks * i / count; block < blocks * (i + 1) / count; ++block) {
-      PackBlock(w, inner, outer, block, to);
-    }
-  };
-  std::vector<std::thread> others;
-  for (int64_t i = 1; i < count; ++i) others.emplace_back(some, i);
-  some(0);
-  for (auto& other : others) other.join();
+  InParts(NumTermBlocks(inner), threads, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) PackBlock(w, inner, outer, block, to);
+  });
 }

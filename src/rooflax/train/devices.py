@@ -117,8 +117,9 @@ class DeviceMesh(OneDevice):
             lead = (None,) if path[0].key == "stacked_layers" else ()
             return self._spec(leaf.shape, (*lead, *split_axes(line, shards)))
 
-        is_leaf = lambda leaf: isinstance(leaf, Operand)  # noqa: E731
-        return jax.tree_util.tree_map_with_path(of, weights, is_leaf=is_leaf)
+        return jax.tree_util.tree_map_with_path(
+            of, weights, is_leaf=lambda leaf: isinstance(leaf, Operand)
+        )
 
     def _spec(self, shape: tuple[int, ...], axes: tuple[str | None, ...] = ()) -> PartitionSpec:
         """Partition of an array: over tensor as its line says, over fsdp its longest other axis,

@@ -12,7 +12,8 @@ Source: https://github.com/ggml-org/llama.cpp, ggml/src/ggml-quants.c, quantize_
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,19 +28,36 @@ STEPS = 64
 MOST_SCALE = np.float32(65504)
 
 
-def searched_scales(groups: Any, xp: Any, importance: Any = 1) -> Any:
+class Grid(NamedTuple):
+    """Values of codes, as the search of a scale takes them.
+
+    Attributes:
+        last: the value that the largest number of a group gets.
+        steps: each scale that is tried moves it by one of so many parts.
+        nearest: (numbers divided by their scale, namespace) to the nearest values.
+    """
+
+    last: float
+    steps: int
+    nearest: Callable[[Any, Any], Any]
+
+
+def searched_scales(groups: Any, xp: Any, importance: Any = 1, grid: Grid | None = None) -> Any:
     """Scales [..., 1] of groups [..., 32] in float32, on the host (xp is NumPy) or not.
 
     Args:
         importance: of inputs, what their squared errors are weighted by beside their own size.
+        grid: the values of codes; None is IQ4_NL's.
     """
+    grid = grid or Grid(float(VALUES[0]), STEPS, nearest)
     at = xp.argmax(xp.abs(groups), axis=-1)[..., None]
     most = xp.take_along_axis(groups, at, axis=-1)
     size = xp.sqrt(_sum(groups * groups, xp) / np.float32(groups.shape[-1]))
     weight = (xp.abs(groups) + size) * importance
     scale = best = xp.zeros_like(most)
     for attempt in range(-TRIES, TRIES + 1):
-        values = nearest(groups * (np.float32(VALUES[0] * (1 - attempt / STEPS)) / most), xp)
+        last = np.float32(grid.last * (1 - attempt / grid.steps))
+        values = grid.nearest(groups * (last / most), xp)
         weighted = weight * values
         total = _sum(weighted * groups, xp)
         new_scale = total / _sum(weighted * values, xp)

@@ -1,7 +1,7 @@
 """llama.cpp's LoRA files: A and B beside the tensors of a GGUF file, read and written.
 
 A pair is named after the stored tensor that it changes: NAME.lora_a [rank, in] and NAME.lora_b
-[out, rank]. B's rows lie as those of that tensor (models/gguf_changes.py). The file has one alpha,
+[out, rank]. B's rows have that tensor's order (models/gguf_changes.py). The file has one alpha,
 and a pair's product is multiplied by alpha / rank, by nothing where alpha is 0.
 
 Source: https://github.com/ggml-org/llama.cpp, src/llama-adapter.cpp and convert_lora_to_gguf.py.

@@ -27,11 +27,11 @@ struct Output {
 // A matmul with a matrix is summed in at most four parts of its inputs, each in one order of k, and
 // the parts one after the other: so threads can share a matrix by its rows, each with a part of
 // its own.
-inline int64_t PartLength(int64_t inner) {
+constexpr int64_t PartLength(int64_t inner) {
   const int64_t quarter = ((inner + 3) / 4 + 15) / 16 * 16;
   return quarter < 64 ? 64 : quarter;
 }
-inline int64_t NumParts(int64_t inner) {
+constexpr int64_t NumParts(int64_t inner) {
   return inner == 0 ? 1 : (inner + PartLength(inner) - 1) / PartLength(inner);
 }
 

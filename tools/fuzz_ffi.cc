@@ -1036,6 +1036,8 @@ void FuzzSample() {
   }
 }
 
+constexpr int64_t kTwoTerms = 3;  // of `bytes`: activations are the sum of two in int8
+
 // A matmul's sizes: what its arrays are made of.
 struct Matmul {
   int64_t layout, bytes, narrow, kind, gated, rows, inner, outer, stack, selected, biases, norms;
@@ -1145,7 +1147,7 @@ void FuzzMatmul() {
   const bool large = draw.OneIn(2000);  // worth a second thread
   Matmul p{};
   p.layout = draw.Below(22);
-  p.bytes = draw.Below(2);
+  p.bytes = draw.Of<int64_t>({0, 1, kTwoTerms});
   p.narrow = draw.OneIn(4);
   p.kind = draw.OneIn(2) ? 0 : draw.Below(8);
   p.gated = draw.OneIn(10) ? draw.Below(2) : p.kind == 7 || (p.kind >= 3 && draw.OneIn(2));
@@ -1196,6 +1198,7 @@ void FuzzMatmul() {
   FillIndices(call.args[8], p.stack, 4);
   bool valid = real.valid && (p.gated ? p.kind >= 3 : p.kind != 7);
   valid &= p.ScalesFit() && (p.bytes == 0 || !(p.IsPlain() || p.layout == 3 || p.HasFloatScales()));
+  valid &= p.bytes != kTwoTerms || !p.IsPerOutput();
   valid &= AllBelow(call.args[8], p.selected == 1 ? 1 : p.selected == 0 || !real.valid ? 0 : real.rows, p.stack);
   if (!call.RunExpecting(valid)) return;
   Expect(IsUntouched(call.rets[0], real.rows * p.outer, p.rows * p.outer), "padding was written");

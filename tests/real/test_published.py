@@ -129,10 +129,10 @@ def test_perplexity_in_the_files_own_format(real, note):
     assert abs(math.exp(own - exact) - 1) < abs(math.exp(theirs - exact) - 1)
 
 
-@pytest.mark.xfail(
-    reason="int8 activations move it by 0.27 and 0.19%, llama.cpp's by 0.38 and 0.33%"
-)
-def test_the_files_own_format_keeps_the_perplexity(real):
+def test_the_files_own_format_keeps_the_perplexity(real, request):
+    if real.name.startswith("SmolLM2"):
+        why = "int8 activations of the middle matrices move it by 0.11%, llama.cpp's by 0.38%"
+        request.applymarker(pytest.mark.xfail(reason=why))
     assert abs(math.exp(own_loss(real) - FIGURES[real.name]["float32"]) - 1) <= OWN_FORMAT
 
 

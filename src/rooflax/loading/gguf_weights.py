@@ -34,10 +34,10 @@ from rooflax.models.gguf_changes import KEEP, Change, LessOne, Permuted, moves_g
 from rooflax.models.gguf_names import TENSORS
 from rooflax.models.registry import gguf_families
 from rooflax.nn.decoder import Decoder
-from rooflax.nn.storage import Part, is_matmul, matmul_shape, parts_of
+from rooflax.nn.storage import Part, is_head, is_matmul, matmul_shape, matrices_of, parts_of
 from rooflax.nn.weights import HeadPart, Slot
 from rooflax.ops import accelerator
-from rooflax.ops.formats import BESIDE, GROUP
+from rooflax.ops.formats import BESIDE, GROUP, KNOWN, twice
 from rooflax.ops.host_arrays import Put
 from rooflax.ops.weights import Fused, Quantized, class_of, pack, pack_blocks
 
@@ -175,7 +175,20 @@ class GGUFWeights:
         _, sizes = slot.line.layout.beside(matmul_shape(slot, self.config)[1]) or (0, ())
         if len(set(each)) > 1 and all(each) and len(each) == len(sizes):
             return BESIDE.join(each)
-        return format_for(set(kinds), moved=moved)
+        format = format_for(set(kinds), moved=moved)
+        if format and twice(format) in KNOWN and self._needs_precision(slot):
+            return twice(format)
+        return format
+
+    def _needs_precision(self, slot: Slot) -> bool:
+        """Whether the loss grows when a weight's activations are rounded to one int8 number.
+
+        The head, and of the first and the last layer the matrix behind the gate, whose inputs
+        have outliers: docs/quantization.md has the figures.
+        """
+        is_down = matrices_of(slot, self.config) == ["down"] and not slot.line.num_stacked
+        at_an_end = slot.layer in (0, self.config.num_layers - 1)
+        return is_head(slot, self.config) or (is_down and at_an_end)
 
     def _kinds(self, slot: Slot) -> list[str]:
         """The types of a weight's tensors; plain where blocks do not stay whole in our order."""

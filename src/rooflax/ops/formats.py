@@ -1,6 +1,7 @@
 """Names of the weight formats. A format states both widths: w4a8 is 4 bits times 8.
 
-"a16" leaves the activations as they are, "a8" rounds them to int8. "g32" scales int8 weights in
+"a16" leaves the activations as they are, "a8" rounds them to int8, and "a8x2" to the sum of two
+int8 numbers, each with a scale: the second rounds what the first one left. "g32" scales int8 weights in
 groups of 32 inputs instead of one scale per output; "h64" rotates inputs in blocks of 64 first, so
 that one scale is enough. Formats of four and six bits always have groups of 32.
 
@@ -28,10 +29,13 @@ class Format:
     Attributes:
         code: of the weights; `ops.weights.formats` has a class for each.
         quantizes_activations: activations are rounded to int8, with one scale per row or per group.
+        num_terms: int8 numbers that a rounded activation is the sum of. Kernels of GPUs and TPUs
+            take one.
     """
 
     code: str
     quantizes_activations: bool
+    num_terms: int = 1
 
 
 FORMATS = {
@@ -109,6 +113,11 @@ def is_at_an_end(layer: int, num_layers: int) -> bool:
     """Whether a layer is of the first or the last eighth, which are the most sensitive."""
     edge = max(1, num_layers // 8)
     return layer < edge or layer >= num_layers - edge
+
+
+def twice(name: str) -> str:
+    """The format with the same codes whose activations are the sum of two int8 numbers."""
+    return name.replace("a8", "a8x2") if "a8" in name else f"{name}-a8x2"
 
 
 def formats_of(name: str) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.oldest_jax
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 LAYERS = [
-    {"attn.qkv": "q4_k", "attn.o": "q5_0", "mlp.gate_up": "q5_k", "mlp.down": "q4_1"},
+    {"attn.qkv": "q4_k", "attn.o": "q5_0", "mlp.gate_up": "q5_k", "mlp.down": "q4_1-a8x2"},
     {"attn.qkv": "q4_k", "attn.o": "q5_1", "mlp.gate_up": "q5_k", "mlp.down": "iq4_nl"},
     {
         "attn.qkv": "q4_k|q4_k|q6_k",
@@ -34,9 +34,10 @@ LAYERS = [
         "mlp.gate_up": "q3_k|q5_1",
         "mlp.down": "w8a8-g32",
     },
-    {"attn.qkv": "iq4_xs", "attn.o": "q5_0", "mlp.gate_up": "q2_k", "mlp.down": "w4a8"},
+    {"attn.qkv": "iq4_xs", "attn.o": "q5_0", "mlp.gate_up": "q2_k", "mlp.down": "w4a8x2"},
 ]
-"""What becomes of `MIXED_LAYERS`; the parts of a fused weight may differ."""
+HEAD = "q6_k-a8x2"
+"""What becomes of `MIXED_LAYERS` and the head; the parts of a fused weight may differ."""
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,7 @@ def formats_of(weights):
 
 def test_every_layer_keeps_the_types_of_its_own(kept, plain):
     assert formats_of(kept.weights) == LAYERS
-    assert packed_format(kept.weights["embed"]) == "q6_k"
+    assert packed_format(kept.weights["embed"]) == HEAD
     assert kept.weights_bytes < 0.3 * plain.weights_bytes
 
 
@@ -128,7 +129,8 @@ def test_with_activations_kept_logits_are_those_of_the_numbers(kept, plain, laye
             return leaf
         if isinstance(leaf, Fused):
             return replace(leaf, parts=tuple(map(exact, leaf.parts)))
-        return replace(leaf, format=names.get(leaf.format, f"{leaf.format}-a16"))
+        once = leaf.format.replace("-a8x2", "").replace("a8x2", "a8")
+        return replace(leaf, format=names.get(once, f"{once}-a16"))
 
     def dequantized(floats, leaf):
         return jnp.asarray(numbers_like(leaf, floats)) if is_packed(leaf) else leaf
@@ -216,7 +218,7 @@ def test_it_is_saved_as_it_is(path, kept, wanted, tmp_path, layers):
     save(kept.stacked() if layers == "scan" else kept, tmp_path / "m", files_from=path)
     config = json.loads((tmp_path / "m/config.json").read_text())
     found = config["quantization_config"]["formats"]
-    assert found == {"embed": "q6_k"} | {
+    assert found == {"embed": HEAD} | {
         f"layers.{i}.{key}": format
         for i, layer in enumerate(LAYERS)
         for key, format in layer.items()
@@ -244,7 +246,7 @@ def test_equal_layers_are_one_line(tmp_path):
     save(load(same, dtype=None), tmp_path / "m", files_from=same)
     config = json.loads((tmp_path / "m/config.json").read_text())
     lines = {f"layers.{{i}}.{key}": format for key, format in LAYERS[0].items()}
-    assert config["quantization_config"]["formats"] == {"embed": "q6_k"} | lines
+    assert config["quantization_config"]["formats"] == {"embed": HEAD} | lines
 
 
 def test_quantize_writes_the_blocks_of_a_file(path, tmp_path, capsys):

@@ -17,7 +17,7 @@ from rooflax.ops.dispatch import Backend
 from rooflax.ops.linear.args import LinearArgs
 from rooflax.ops.linear.prologue import Activation, Norm, Prologue
 from rooflax.ops.real_rows import NumRows, real_rows
-from rooflax.ops.weights import StackMember, in_place
+from rooflax.ops.weights import StackMember, StoredOperand, in_place
 
 NATIVE_DTYPES = (jnp.float32, jnp.bfloat16)
 ACTIVATIONS = {
@@ -62,10 +62,17 @@ def selected_matmul(
         _none(jnp.int32) if select is None else select,
         real_rows(args.num_rows),
         layout=np.int64(native.layout(w.code)),
-        bytes=np.int64(w.quantizes_activations + w.rotates_inputs),
+        bytes=np.int64(_rounding(w)),
         narrow=np.int64(args.x.dtype == jnp.bfloat16),
         **before,
     )
+
+
+def _rounding(w: StoredOperand) -> int:
+    """How the kernel rounds activations, by `Bytes` in csrc/matmul_ffi.cc."""
+    if w.num_terms == 2:
+        return 3
+    return w.quantizes_activations + w.rotates_inputs
 
 
 def rows(

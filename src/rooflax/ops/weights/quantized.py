@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from rooflax.ops import accelerator, native
 from rooflax.ops.dot import dot_general
-from rooflax.ops.formats import GROUP, KNOWN, PANEL, Format
+from rooflax.ops.formats import GROUP, KNOWN, PANEL, Format, twice
 from rooflax.ops.host_arrays import aligned_zeros
 from rooflax.ops.weights.matrix_packing import as_matrix
 from rooflax.ops.weights.operand import Axes, StoredOperand
@@ -89,6 +89,8 @@ class Quantized(StoredOperand):
         jax.tree_util.register_dataclass(cls, list(ARRAYS), static)
         CODES[cls.code] = cls
         KNOWN.update({name: Format(cls.code, rounds) for name, rounds in cls.names.items()})
+        rounded = [name for name in cls.blocks.values() if KNOWN[name].quantizes_activations]
+        KNOWN.update({twice(name): Format(cls.code, True, 2) for name in rounded})
 
     # Of a format
 
@@ -192,6 +194,10 @@ class Quantized(StoredOperand):
         return KNOWN[self.format].quantizes_activations
 
     @property
+    def num_terms(self) -> int:
+        return KNOWN[self.format].num_terms
+
+    @property
     def is_matrix(self) -> bool:
         return self.packing == "matrix"
 
@@ -229,7 +235,11 @@ class Quantized(StoredOperand):
             return x
         if not self.grouped:
             return _as_int8(x)
-        return _as_int8(x.reshape(x.shape[0], -1, GROUP)).reshape(x.shape)
+        groups = x.reshape(x.shape[0], -1, GROUP)
+        rounded = _as_int8(groups)
+        if self.num_terms == 2:
+            rounded = rounded + _as_int8(groups - rounded)
+        return rounded.reshape(x.shape)
 
     def dot(self, x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
         """Matmuls of rounded activations are summed exactly."""

@@ -1,9 +1,9 @@
 """Names of the weight formats. A format states both widths: w4a8 is 4 bits times 8.
 
 "a16" leaves the activations as they are, "a8" rounds them to int8, and "a8x2" to the sum of two
-int8 numbers, each with a scale: the second rounds what the first one left. "g32" scales int8 weights in
-groups of 32 inputs instead of one scale per output; "h64" rotates inputs in blocks of 64 first, so
-that one scale is enough. Formats of four and six bits always have groups of 32.
+int8 numbers, each with a scale: the second rounds what the first one left. "g32" scales int8
+weights in groups of 32 inputs instead of one scale per output; "h64" rotates inputs in blocks of 64
+first, so that one scale is enough. Formats of four and six bits always have groups of 32.
 
 "int4+head=int8+v=int8" keeps some matrices in other formats: the head (and embedding), or those of
 a layer by their names in LLaMA's checkpoints: q, k, v, o, gate, up and down.

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from rooflax.cli import flags, terminal
 from rooflax.cli.bench_serve import server_at
@@ -25,9 +25,7 @@ from rooflax.cli.own_server import own_server, words_of
 from rooflax.cli.parser import Parser, at_least_one
 from rooflax.errors import RequestError
 from rooflax.files import only_writer, read_input, read_regular, replacing
-
-if TYPE_CHECKING:
-    from rooflax.http_client import Client, Reply
+from rooflax.http_client import Client, Reply, reason
 
 SUMMARY = "answer a file in OpenAI's batch format"
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
@@ -95,10 +93,7 @@ def _answer(args: argparse.Namespace, requests: list[BatchRequest]) -> int:
                 own_server(args.model, words_of("--serve-flags", args.serve_flags or ""))
             )
             server = server_at(url, args.api_key)
-            from rooflax.http_client import Client
-
-            client = Client(server)
-            asked = _ask_all(client, todo, args.concurrency, file, show)
+            asked = _ask_all(Client(server), todo, args.concurrency, file, show)
             failed = asyncio.run(asked)
     if not args.quiet:
         kept = f"; {len(requests) - len(todo)} were answered already" if done else ""
@@ -234,8 +229,6 @@ async def _ask_all(
 def _reason(answer: dict[str, Any]) -> str:
     if answer["error"] is not None:
         return str(answer["error"]["message"])[:MOST_SAID]
-    from rooflax.http_client import reason
-
     said = reason(answer["response"]["body"])
     return (said or f"status {answer['response']['status_code']}")[:MOST_SAID]
 

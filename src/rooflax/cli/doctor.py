@@ -12,6 +12,7 @@ from typing import Any
 from rooflax import __version__
 from rooflax.cli import flags, platform, terminal
 from rooflax.cli.parser import Parser
+from rooflax.nn.execution import gib
 
 SUMMARY = "devices, kernels, caches and versions"
 TAKES_MODEL = False
@@ -202,6 +203,4 @@ def _section(title: str, rows: list[tuple[str, ...]]) -> None:
 
 
 def _size(count: int | None) -> str:
-    from rooflax.models.memory import gib
-
     return "" if count is None else gib(count)

@@ -7,6 +7,7 @@ from typing import Any
 
 from rooflax.cli import flags, terminal
 from rooflax.cli.parser import Parser
+from rooflax.nn.execution import gib
 
 SUMMARY = "list and remove downloaded models"
 TAKES_MODEL = False
@@ -22,7 +23,6 @@ def add_flags(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Lists, or removes one and says what became free."""
     from rooflax.loading import hub
-    from rooflax.models.memory import gib
 
     if args.remove is not None:
         freed = hub.remove(args.remove)
@@ -84,8 +84,6 @@ def architecture(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _print(listing: dict[str, Any]) -> None:
-    from rooflax.models.memory import gib
-
     print("downloaded")
     rows = [(m["model"], gib(m["bytes"])) for m in listing["downloaded"]]
     _print_rows(rows or [("none", "")], right=(1,))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rooflax.cli.terminal import is_terminal, say, seconds
 from rooflax.errors import EngineError
+from rooflax.nn.execution import gib
 
 if TYPE_CHECKING:
     from rooflax.llm import LLM, Completion
@@ -77,8 +78,6 @@ def lines(
     offloaded: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """The table's lines."""
-    from rooflax.models.memory import gib
-
     first = completions[0]
     times = first.timings
     count = sum(len(c.tokens) for c in completions)
@@ -110,8 +109,6 @@ def lines(
 
 
 def _offloading_lines(offloaded: Mapping[str, Any] | None) -> list[str]:
-    from rooflax.models.memory import gib
-
     if offloaded is None:
         return []
     layers = f"{offloaded['layers_offloaded']} of {offloaded['layers']} layers"

@@ -16,6 +16,7 @@ from rooflax.cli.statistics import counted
 from rooflax.errors import CheckpointError, RequestError
 from rooflax.fields.declaration import declarations
 from rooflax.files import only_writer, read_regular, replacing
+from rooflax.nn.execution import gib
 from rooflax.train.config import (
     DEFAULTS,
     DORA,
@@ -612,7 +613,6 @@ def _save(out: Path, start: _Start, result: TrainResult, dtype: str) -> Path:
 def _report_memory(
     args: argparse.Namespace, model: Model, config: TrainConfig, rollouts: Rollouts | None
 ) -> None:
-    from rooflax.models.memory import gib
     from rooflax.train.memory import training_memory
 
     parts = training_memory(model, config, rollouts)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from rooflax.errors import RequestError
 from rooflax.nn.decoder import Decoder
+from rooflax.nn.execution import gib
 from rooflax.nn.kv_cache import bytes_per_token, padding_per_token
 from rooflax.nn.layout import SCORED_AT_ONCE, blocks_needed, num_snapshots
 from rooflax.nn.shards import Shards, config_on, part_sizes
@@ -259,10 +260,3 @@ def check_fits(need: MemoryEstimate, available: int | None, what: str) -> None:
         f"choose {smaller}, or a weights_budget such as 8GB, which reads the other layers from the "
         f"file."
     )
-
-
-def gib(num_bytes: int) -> str:
-    """Bytes for people: "1.50 GiB" or "12.3 MiB"."""
-    if num_bytes >= 1 << 30:
-        return f"{num_bytes / (1 << 30):.2f} GiB"
-    return f"{num_bytes / (1 << 20):.1f} MiB"

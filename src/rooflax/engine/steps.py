@@ -68,11 +68,6 @@ class StepInput:
         return self.layout.split(self.packed)[1]
 
     @property
-    def num_sampled(self) -> Int[Array, ""]:
-        """Number of leading sequences that sample; the others' tokens mean nothing."""
-        return self.header[packing.NUM_SAMPLED]
-
-    @property
     def slots(self) -> Int[Array, " B"]:
         return self.rows[:, packing.SLOT]
 
@@ -366,7 +361,7 @@ def _choose(
     exchange: Int[Array, " two"] | None = None,
 ) -> tuple[Int[Array, "B columns"], TokenCounts]:
     """Logits of each sequence's last token, and a choice for those that sample."""
-    last, num_rows = last_hidden(batch, hidden), step.num_sampled
+    last, num_rows = last_hidden(batch, hidden), step.header[packing.NUM_SAMPLED]
     logits = model.logits(last, options=options, shards=shards, num_rows=num_rows)
     sampled = sample(
         logits,
@@ -507,13 +502,9 @@ def _compiled(function: Callable, jit: bool, mesh: Mesh | None, **static: Any) -
             bound = _sharded(bound, mesh, static["options"])
         asked = compiler_options(static["options"].kernels)
         jitted = jax.jit(bound, donate_argnums=1, compiler_options=asked)
-        _JITTED[key] = jitted if jit else _eager(bound)
+        # Eagerly, host arrays go to the device first, as jit would see to.
+        _JITTED[key] = jitted if jit else (lambda *args: bound(*jax.device_put(args)))
     return _JITTED[key]
-
-
-def _eager(function: Callable) -> Callable:
-    """Host arrays go to the device first, as jit would see to."""
-    return lambda *args: function(*jax.device_put(args))
 
 
 def _named(function: Callable, static: dict[str, Any]) -> Callable:
@@ -532,7 +523,8 @@ def _sharded(function: Callable, mesh: Mesh, options: ExecutionOptions) -> Calla
         if shards.stage > 1:
             model, local_carry = _local_layers(model, options), _with_layers_of(carry, shards.stage)
             out, new = function(model, local_carry, *rest)
-            return out, _like(carry, new)
+            # The new arrays, described as the carry is.
+            return out, jax.tree.unflatten(jax.tree.structure(carry), jax.tree.leaves(new))
         return function(model, carry, *rest)
 
     def run(model: Model | None, carry: Any, *rest: Any) -> Any:
@@ -570,11 +562,6 @@ def _with_layers_of(carry: Any, num_stages: int) -> Any:
         return replace(cache, groups=groups)
 
     return _by_cache(of_stage, carry)
-
-
-def _like(carry: Any, new: Any) -> Any:
-    """The new arrays, described as the carry is."""
-    return jax.tree.unflatten(jax.tree.structure(carry), jax.tree.leaves(new))
 
 
 def _local_layers(model: Model | None, options: ExecutionOptions) -> Model | None:

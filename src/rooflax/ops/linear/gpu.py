@@ -44,7 +44,7 @@ def matmul(args: LinearArgs) -> Float[Array, "rows out"]:
     w: Any = args.w
     member = jnp.zeros(1, jnp.int32) if args.index is None else jnp.reshape(args.index, 1)
     bias: jax.Array | None = taken(args.bias)
-    if w.code != "matrix" and _takes_tensor_cores(args):
+    if w.code != "matrix" and len(args.x) > 1 and _no_tensor_cores(args) is None:
         x = applied(args.prologue, args.x)
         y = gpu_tiles.matmul(x, w, member, bias, args.dtype)
         return y if args.residual is None else y + args.residual
@@ -81,10 +81,6 @@ def unsupported(args: LinearArgs) -> str | None:
     if len(args.x) <= MOST_ROWS or (w.code == "int8" and w.quantizes_activations):
         return None
     return _no_tensor_cores(args)
-
-
-def _takes_tensor_cores(args: LinearArgs) -> bool:
-    return len(args.x) > 1 and _no_tensor_cores(args) is None
 
 
 def _no_tensor_cores(args: LinearArgs) -> str | None:

@@ -97,16 +97,16 @@ def _add_settings(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trains; 130 if it was interrupted (and saved)."""
-    given = {field.name: getattr(args, field.name) for field in fields(TrainConfig)}
+    values = {field.name: getattr(args, field.name) for field in fields(TrainConfig)}
     kind = FULL if args.fine_tune_type == FULL else LORA
     if args.config is not None:
         kind = "new weights"
     elif args.train_mode != SFT:
         kind += ", not sft"
     for name, value in DEFAULTS[kind].items():
-        if given[name] is None:
-            given[name] = value
-    config, data = TrainConfig(**given), DataConfig(**flags.values_of(args, DataConfig))
+        if values[name] is None:
+            values[name] = value
+    config, data = TrainConfig(**values), DataConfig(**flags.values_of(args, DataConfig))
     _check_flags(args)
     platform.start_jax(args)
     out = Path(args.out)
@@ -400,18 +400,18 @@ def _read_note(note: Path) -> dict[str, Any]:
 def _data_settings(args: argparse.Namespace, data: DataConfig, seq_len: int) -> dict[str, Any]:
     """What the token files depend on."""
     names = ("tokenizer", "vocab_size", "model")
-    found = {"data": [str(path) for path in args.data]} | {n: getattr(args, n) for n in names}
+    settings = {"data": [str(path) for path in args.data]} | {n: getattr(args, n) for n in names}
     mode = {} if args.train_mode == SFT else {"train_mode": args.train_mode}
-    return found | asdict(data) | {"seq_len": seq_len} | mode
+    return settings | asdict(data) | {"seq_len": seq_len} | mode
 
 
 def _difference(
-    found: dict[str, Any], info: dict[str, Any], args: argparse.Namespace, data: DataConfig
+    noted: dict[str, Any], info: dict[str, Any], args: argparse.Namespace, data: DataConfig
 ) -> str:
     """What a run's data.json says otherwise. Text that is gone is not looked for: the token files
     are there."""
-    digest = found.pop(DIGEST, None)  # 0.1.0 wrote none
-    if found != info:
+    digest = noted.pop(DIGEST, None)  # 0.1.0 wrote none
+    if noted != info:
         return (
             "other data or masks, another tokenizer, seq_len or another config; give the same "
             "flags to go on, or"
@@ -423,14 +423,14 @@ def _difference(
 
 
 def _digest(parts: dict[str, list[Any]]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for part, rows in parts.items():
         for row in rows:
             try:
-                found.update(json.dumps([part, *asdict(row).values()]).encode())
+                digest.update(json.dumps([part, *asdict(row).values()]).encode())
             except RecursionError:
                 raise RequestError(f"{row.name} has a row that is nested too deeply.") from None
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 def _parts(args: argparse.Namespace, data: DataConfig) -> dict[str, list[Any]]:
@@ -445,17 +445,17 @@ def _parts(args: argparse.Namespace, data: DataConfig) -> dict[str, list[Any]]:
     )
 
     is_grpo = args.train_mode == GRPO
-    how: dict[str, Any] = {"field": data.text_field, "pairs": args.train_mode in PREFERENCES}
+    options: dict[str, Any] = {"field": data.text_field, "pairs": args.train_mode in PREFERENCES}
 
     def read(file: Path) -> Iterator[Row | Prompt]:
-        return file_prompts([file]) if is_grpo else file_documents([file], **how)
+        return file_prompts([file]) if is_grpo else file_documents([file], **options)
 
     parts: dict[str, list[Any]] = {part: [] for part in TOKEN_FILES}
     for named in args.data:
         path = Path(named)
         if named.startswith(HUB):
             for part, rows in hub_values(named).items():
-                parts[part] += prompts(rows) if is_grpo else documents(rows, **how)
+                parts[part] += prompts(rows) if is_grpo else documents(rows, **options)
             continue
         files = dataset_files(path) if data.glob is None else {}
         for part, file in files.items():

@@ -174,8 +174,10 @@ class Merged:
                     f"embedding, so that it cannot be merged; run it beside the model with `lora`."
                 )
             self._targets[stored] = target
-        found = {names.find(name): own for name, own in adapter.replaced.items()}
-        self._replaced = {stored: own for stored, own in found.items() if stored is not None}
+        by_tensor = {names.find(name): w for name, w in adapter.replaced.items()}
+        self._replaced = {
+            stored: weight for stored, weight in by_tensor.items() if stored is not None
+        }
         self._experts: dict[str, tuple[Experts, LowRank]] = {}
         for parameter, (target, a, b) in adapter.experts.items():
             stored = names.find(target.slot.hf_names[0])
@@ -374,7 +376,7 @@ def _experts(
                 f"{file.path} has target_parameters = {name!r:.80}, and {info.name} no experts in "
                 f"one parameter of that name."
             )
-    found, present = {}, set(file.names())
+    experts, present = {}, set(file.names())
     for parameter, names in expert_names(known, config).items():
         target, rank = known[parameter], config.rank_of(parameter)
         shapes = (target.count * rank, target.inputs), (target.outputs, rank * target.count)
@@ -386,8 +388,8 @@ def _experts(
                 raise CheckpointError(
                     f"{name} in {file.path} is {has.dtype} {list(has.shape)}, wanted {list(shape)}."
                 )
-        found[parameter] = target, *names
-    return found
+        experts[parameter] = target, *names
+    return experts
 
 
 def expert_names(known: Mapping[str, Experts], config: AdapterConfig) -> dict[str, tuple[str, str]]:

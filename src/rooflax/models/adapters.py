@@ -221,7 +221,7 @@ def expert_targets(name: str, config: Decoder) -> dict[str, Experts]:
     """The parameters of experts that adapters may change, by their paths; of each layer in the
     order in which PEFT wraps them, the innermost first."""
     prefixes: tuple[str, ...] = getattr(family(name), "HF_PREFIXES", ("model.", ""))
-    sizes, found = config.axis_sizes, dict[str, Experts]()
+    sizes, experts = config.axis_sizes, dict[str, Experts]()
     for slot in config.slots():
         for line in slot.line.places if slot.layer is not None else ():
             if line.num_stacked != 1 or "->" not in line.axes or len(line.names) != 1:
@@ -229,9 +229,9 @@ def expert_targets(name: str, config: Decoder) -> dict[str, Experts]:
             placed = replace(slot, line=line)
             path = prefixes[0] + placed.hf_names[0].removeprefix(prefixes[0])
             (count, *inner), outer = line.in_out_shape(sizes)
-            own = Experts(placed, count, math.prod(inner), math.prod(outer), path)
-            found.setdefault(path, own)  # the family's own layout comes first
-    return found
+            target = Experts(placed, count, math.prod(inner), math.prod(outer), path)
+            experts.setdefault(path, target)  # the family's own layout comes first
+    return experts
 
 
 def _is_adaptable(line: WeightLine) -> bool:

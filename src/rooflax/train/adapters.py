@@ -68,21 +68,21 @@ class LoraTraining:
     def start(self) -> Matrices:
         """The matrices before the first step: A uniform within 1 / sqrt(in), B zero, magnitudes the
         lengths of the base's weights, as in PEFT."""
-        found: Matrices = {}
+        matrices: Matrices = {}
         counts = dict.fromkeys(self.targets, 1) | {p: t.count for p, t in self.experts.items()}
         for module, target in (self.targets | self.experts).items():
             random = np.random.default_rng([self._seed, zlib.crc32(module.encode())])
             bound, rank = 1 / math.sqrt(target.inputs), self.config.rank * counts[module]
             a = random.uniform(-bound, bound, (rank, target.inputs)).astype(np.float32)
             b = np.zeros((target.outputs, rank), np.float32)
-            found[module] = {"a": jnp.asarray(a), "b": jnp.asarray(b)}
+            matrices[module] = {"a": jnp.asarray(a), "b": jnp.asarray(b)}
         if self.config.use_dora:
             for module, length in self._base_lengths():
-                found[module]["magnitude"] = length
+                matrices[module]["magnitude"] = length
         for module, target in self.tables.items():
             w = as_table(self._base.weights[target.slot.key]).in_stack()[0].numbers().T
-            found[module] = {"weight": w}
-        return found
+            matrices[module] = {"weight": w}
+        return matrices
 
     def _base_lengths(self) -> Iterator[tuple[str, Array]]:
         """Of each module's weights, for each output."""
@@ -96,24 +96,24 @@ class LoraTraining:
             if layer is not None and stacked:
                 leaf = leaf.at(layer // len(groups))
             outputs = math.prod(leaf.out_shape)
-            found = length(leaf, jnp.zeros((target.inputs, 1)), jnp.zeros((1, outputs)))
+            norms = length(leaf, jnp.zeros((target.inputs, 1)), jnp.zeros((1, outputs)))
             if not target.is_head:
                 shape = target.slot.line.in_out_shape(sizes)[1]
                 order, counts = output_order(target.slot.line.layout, shape)
-                in_order = jnp.zeros_like(found).at[order].set(found)
-                found = jnp.split(in_order, np.cumsum(counts)[:-1])[target.index]
-            yield module, found
+                in_order = jnp.zeros_like(norms).at[order].set(norms)
+                norms = jnp.split(in_order, np.cumsum(counts)[:-1])[target.index]
+            yield module, norms
 
     def adapters(self, matrices: Mapping[str, Mapping[str, Any]]) -> dict[str, LowRank]:
         """The matrices with their scales."""
         return {
             module: LowRank(
-                own["a"],
-                own["b"],
+                parts["a"],
+                parts["b"],
                 self.config.scale_of(module),
-                magnitude=own.get("magnitude"),
+                magnitude=parts.get("magnitude"),
             )
-            for module, own in matrices.items()
+            for module, parts in matrices.items()
             if module not in self.tables
         }
 
@@ -262,8 +262,8 @@ def _with_dropout(weights: dict[str, Any], seeds: Array, rate: float) -> dict[st
         if not isinstance(leaf, Adapted):
             return leaf
         lead = leaf.a.shape[:-2]
-        own = [next(numbers) for _ in range(math.prod(lead))]
-        number = jnp.asarray(own, jnp.int32).reshape(lead)
+        stack = [next(numbers) for _ in range(math.prod(lead))]
+        number = jnp.asarray(stack, jnp.int32).reshape(lead)
         return replace(leaf, dropout=Dropout(seeds, number, rate))
 
     return jax.tree.map(changed, weights, is_leaf=lambda leaf: isinstance(leaf, Adapted))

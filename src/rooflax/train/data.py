@@ -107,8 +107,8 @@ def separator_of(tokenizer: Any) -> int:
     Raises:
         RequestError: there is neither.
     """
-    found = (tokenizer.token_to_id(name) for name in SEPARATORS)
-    separator = next((token for token in found if token is not None), tokenizer.eos_id)
+    ids = (tokenizer.token_to_id(name) for name in SEPARATORS)
+    separator = next((token for token in ids if token is not None), tokenizer.eos_id)
     if separator is None:
         raise RequestError(
             f"the tokenizer in {tokenizer.folder} has no end-of-sequence token to put "

@@ -360,15 +360,15 @@ class _Run:
         """The state to go on from, and how much of the log belongs to it."""
         state = init_state(trained, self.optimizer, self.devices)
         remove_unfinished(self.checkpoints)
-        found = list_checkpoints(self.checkpoints)
-        if not found:
+        checkpoints = list_checkpoints(self.checkpoints)
+        if not checkpoints:
             remove_checkpoints(self.folder / "best")
             return state, 0
-        info = read_about(found[-1])
+        info = read_about(checkpoints[-1])
         self.config.check_same(info["config"])
         check_same_model(info.get("model"), self.architecture)
         self.loss, self.saved_step = info["loss"], info["step"]
-        state = load_state(found[-1], state)
+        state = load_state(checkpoints[-1], state)
         self.say_resumed(info)
         return state, info["log_position"]
 
@@ -535,10 +535,10 @@ class _Run:
         """Answers to stated prompts: whole in the log, their beginnings on the screen."""
         if self.sampler is None:
             return
-        found = self.sampler(self.trained_model())
-        samples = [{"prompt": prompt, "text": text} for prompt, text in found]
+        answers = self.sampler(self.trained_model())
+        samples = [{"prompt": prompt, "text": text} for prompt, text in answers]
         self.log.write({"step": self.step, "samples": samples})
-        for prompt, text in found:
+        for prompt, text in answers:
             asked, answered = (json.dumps(each, ensure_ascii=False) for each in (prompt, text))
             self.say(shortened(f"  {shortened(asked, SCREEN // 3)}: {answered}", SCREEN))
 

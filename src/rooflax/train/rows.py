@@ -98,8 +98,8 @@ def encode_pairs(
                 f"learn from."
             )
         both += row.chosen, row.rejected
-    found = _encoded(both, tokenizer, separator, replace(config, mask_prompt=True), seq_len, cuts)
-    for chosen, rejected in zip(found, found, strict=True):
+    encoded = _encoded(both, tokenizer, separator, replace(config, mask_prompt=True), seq_len, cuts)
+    for chosen, rejected in zip(encoded, encoded, strict=True):
         if chosen is not None and rejected is not None:
             yield from (chosen, rejected)
 
@@ -166,10 +166,10 @@ def encode_row(
     """
     try:
         if isinstance(row, Document):
-            (found,) = encode_texts([row.text], tokenizer.backend, separator)
+            (encoded,) = encode_texts([row.text], tokenizer.backend, separator)
             if config.masks:
                 raise RequestError("plain text has no prompt to mask")
-            return list(found.ids), None
+            return list(encoded.ids), None
         if isinstance(row, Preference):
             raise RequestError(
                 "it has a chosen and a rejected answer, which `train_mode` dpo and orpo learn from"

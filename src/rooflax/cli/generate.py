@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, terminal
 from rooflax.cli.parser import Parser
+from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import EngineError, RequestError
 
 if TYPE_CHECKING:
-    from rooflax.engine.sampling_params import SamplingParams
     from rooflax.llm import LLM, Completion, Delta
 
 SUMMARY = "continue a prompt, streaming to stdout"

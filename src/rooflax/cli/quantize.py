@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rooflax.cli import flags, platform, terminal
 from rooflax.cli.parser import Parser
 from rooflax.cli.session import find_plan, open_llm
+from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import RequestError
 from rooflax.files import only_writer
 from rooflax.nn.execution import ExecutionOptions
@@ -116,8 +117,6 @@ def _calibrated(args: argparse.Namespace, options: ExecutionOptions) -> tuple[Pl
 
 def _own_text(llm: LLM) -> list[int]:
     """Tokens that a model writes when nothing is asked."""
-    from rooflax.engine.sampling_params import SamplingParams
-
     length = min(OWN_TOKENS, llm.max_model_len)
     first = llm.tokenizer.bos_id if llm.tokenizer.bos_id is not None else llm.tokenizer.eos_id
     start = [0 if first is None else first]

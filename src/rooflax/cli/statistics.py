@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rooflax.cli.terminal import is_terminal, say, seconds
 from rooflax.errors import EngineError
 from rooflax.nn.execution import gib
+from rooflax.nn.host_memory import peak_rss_bytes
 
 if TYPE_CHECKING:
     from rooflax.llm import LLM, Completion
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
 def memory(llm: LLM) -> dict[str, int | None]:
     """The "memory" of `generate --json`."""
-    from rooflax.nn.host_memory import peak_rss_bytes
-
     held = bytes_per_device(llm.model.weights)
     if llm.offload_plan is not None:  # one device, and layers that come and go
         held = llm.model.weights_bytes

@@ -16,7 +16,8 @@ from rooflax.cli.statistics import counted
 from rooflax.errors import CheckpointError, RequestError
 from rooflax.fields.declaration import declarations
 from rooflax.files import only_writer, read_regular, replacing
-from rooflax.nn.execution import gib
+from rooflax.loading.json_files import read_json_object
+from rooflax.nn.execution import ExecutionOptions, gib
 from rooflax.train.config import (
     DEFAULTS,
     DORA,
@@ -28,7 +29,20 @@ from rooflax.train.config import (
     DataConfig,
     TrainConfig,
 )
-from rooflax.train.corpus import HUB, dataset_files
+from rooflax.train.corpus import (
+    HUB,
+    Document,
+    Prompt,
+    Row,
+    dataset_files,
+    documents,
+    file_documents,
+    file_prompts,
+    folder_documents,
+    hub_values,
+    prompts,
+    split_held_out,
+)
 from rooflax.train.trackers import TRACKERS, tracker_module, tracking
 
 if TYPE_CHECKING:
@@ -36,7 +50,6 @@ if TYPE_CHECKING:
     from rooflax.loading.tokenizer import Tokenizer
     from rooflax.models.model import Model
     from rooflax.rl.rollouts import Rollouts
-    from rooflax.train.corpus import Prompt, Row
     from rooflax.train.data import Corpus
     from rooflax.train.loop import TrainResult
 
@@ -366,19 +379,23 @@ def _rollouts(
     settings = _data_settings(args, data, config.seq_len) | {"config": None}
     _note_data(args, data, settings, out, lambda: _digest(_parts(args, data)))
     config = config.resolved(len(training) * config.num_generations, tokens_at_once())
-    if not args.quiet:
-        tested = f", {len(test)} to test" if test else ""
-        size = counted(len(training), "prompt")
-        terminal.say(f"{size} to train on, {len(held_out)} held out{tested}")
+    _say_sizes(args, "prompt", training, held_out, test)
     length = min(config.seq_len + 1, start.config.max_position)
     llm = _engine(args, start, max_num_seqs=config.batch_size, max_model_len=length)
     return config, Rollouts(llm, training, held_out, test, reward, config)
 
 
+def _say_sizes(args: argparse.Namespace, noun: str, *parts: list[Any]) -> None:
+    if not args.quiet:
+        training, held_out, test = parts
+        tested = f", {len(test)} to test" if test else ""
+        size = counted(len(training), noun)
+        terminal.say(f"{size} to train on, {len(held_out)} held out{tested}")
+
+
 def _engine(args: argparse.Namespace, start: _Start, **settings: Any) -> LLM:
     """The model that training starts from, ready to generate."""
     from rooflax.llm import LLM
-    from rooflax.nn.execution import ExecutionOptions
 
     with terminal.status("loading the model", args.quiet):
         return LLM(
@@ -435,15 +452,6 @@ def _digest(parts: dict[str, list[Any]]) -> str:
 
 def _parts(args: argparse.Namespace, data: DataConfig) -> dict[str, list[Any]]:
     """The rows of each part; those to be held out of the first are still in it."""
-    from rooflax.train.corpus import (
-        documents,
-        file_documents,
-        file_prompts,
-        folder_documents,
-        hub_values,
-        prompts,
-    )
-
     is_grpo = args.train_mode == GRPO
     options: dict[str, Any] = {"field": data.text_field, "pairs": args.train_mode in PREFERENCES}
 
@@ -477,8 +485,6 @@ def _split(
     Raises:
         RequestError: nothing is left to train on.
     """
-    from rooflax.train.corpus import split_held_out
-
     training, held_out = parts["train"], parts["valid"]
     if not held_out:
         training, held_out = split_held_out(training, data.held_out_fraction)
@@ -503,10 +509,7 @@ def _encode(
     parts = _split(args, data, parts)
     training, held_out, test = parts.values()
     out.mkdir(parents=True, exist_ok=True)
-    if not args.quiet:
-        tested = f", {len(test)} to test" if test else ""
-        size = counted(len(training), "document")
-        terminal.say(f"{size} to train on, {len(held_out)} held out{tested}")
+    _say_sizes(args, "document", training, held_out, test)
     if args.vocab_size is not None:
         with terminal.status("training the tokenizer", args.quiet):
             _train_tokenizer(training, args.vocab_size, start, out)
@@ -556,13 +559,11 @@ def _write_tokens(
 
 
 def _train_tokenizer(rows: list[Row], size: int, start: _Start, out: Path) -> None:
-    from rooflax.train.corpus import Document
     from rooflax.train.tokenizer_training import save_tokenizer, train_tokenizer
 
     if not all(isinstance(row, Document) for row in rows):
         raise RequestError("--vocab-size trains a tokenizer on texts, and --data has other rows.")
-    texts = (row.text for row in rows if isinstance(row, Document))
-    tokenizer = train_tokenizer(texts, size)
+    tokenizer = train_tokenizer((row.text for row in rows if isinstance(row, Document)), size)
     start.tokenizer_folder = out / "tokenizer"
     longest = start.config.max_position
     save_tokenizer(tokenizer, start.tokenizer_folder, model_max_length=longest)
@@ -585,7 +586,6 @@ def _tokenizer(start: _Start) -> Tokenizer:
 
 def _save(out: Path, start: _Start, result: TrainResult, dtype: str) -> Path:
     """The trained model as a Hugging Face folder, with its tokenizer."""
-    from rooflax.loading.json_files import read_json_object
     from rooflax.loading.save import companions, save_model
 
     files = companions(start.tokenizer_folder or out, TOKENIZER_FILES)
@@ -632,18 +632,8 @@ def _save_adapter(out: Path, start: _Start, result: TrainResult) -> Path:
     assert adapter is not None
     assert info is not None
     with only_writer(folder):
-        replace_folder(
-            folder,
-            lambda new: save_adapter(
-                new,
-                adapter.matrices,
-                adapter.config,
-                info.family,
-                info.config,
-                info.name,
-                adapter.whole,
-            ),
-        )
+        parts = adapter.matrices, adapter.config, info.family, info.config, info.name, adapter.whole
+        replace_folder(folder, lambda new: save_adapter(new, *parts))
     return folder
 
 

@@ -121,23 +121,18 @@ class Rollouts(Protocol):
     @property
     def has_held_out(self) -> bool:
         """Whether `evaluate` has held-out rows."""
-        ...
 
     def start(self, model: Model, fixed: Any, lora: LoraTraining | None) -> None:
         """Before anything else; the weights are the reference."""
-        ...
 
     def loss(self, model: Model, config: TrainConfig, lora: LoraTraining | None) -> Loss:
         """What is lowered on them."""
-        ...
 
     def shapes(self) -> Any:
         """Of a batch."""
-        ...
 
     def cache_bytes(self) -> int:
         """Of the sampler's KV cache."""
-        ...
 
     def batch(self, step: int, weights: Any) -> tuple[Any, dict[str, float]]:
         """The batch of a step, with numbers to log.
@@ -145,13 +140,11 @@ class Rollouts(Protocol):
         Raises:
             RewardError: a reward failed; the run is saved.
         """
-        ...
 
     def evaluate(
         self, part: str, num_batches: int | None, weights: Any
     ) -> tuple[float | None, dict[str, float]]:
         """A loss of the "held-out" or "test" part, and further means by name."""
-        ...
 
 
 def run_training(

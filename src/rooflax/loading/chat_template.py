@@ -69,6 +69,21 @@ def _names(template: str) -> TemplateNames:
     )
 
 
+def _variables(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    documents: Sequence[Mapping[str, Any]] | None,
+    add_generation_prompt: bool,
+    special_tokens: Mapping[str, str],
+) -> dict[str, Any]:
+    return _plain_items(special_tokens) | {
+        "messages": _plain_messages(messages),
+        "tools": _plain_dicts(tools, "tools"),
+        "documents": _plain_dicts(documents, "documents"),
+        "add_generation_prompt": add_generation_prompt,
+    }
+
+
 def _plain_dicts(values: Any, name: str) -> Any:
     if values is None:
         return None
@@ -296,12 +311,7 @@ def _rendered(
     special = kwargs.pop("special_tokens", tokenizer.special_tokens)
     if marks is not None:
         special = {name: marks.put(text) for name, text in special.items()}
-    variables = _plain_items(special) | {
-        "messages": _plain_messages(messages),
-        "tools": _plain_dicts(tools, "tools"),
-        "documents": _plain_dicts(documents, "documents"),
-        "add_generation_prompt": add_generation_prompt,
-    }
+    variables = _variables(messages, tools, documents, add_generation_prompt, special)
     return _render(template, variables | _plain_items(kwargs), marks), marks
 
 

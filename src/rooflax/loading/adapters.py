@@ -32,7 +32,7 @@ from rooflax.loading.safetensors import (
     conversion_command,
     write_safetensors,
 )
-from rooflax.loading.source import ArraySource, Source
+from rooflax.loading.source import ArraySource, DerivedSource, Source
 from rooflax.loading.tensor_plan import NameMap
 from rooflax.models.adapters import (
     HEAD,
@@ -155,7 +155,7 @@ def base_weight(base: Source, name: str, target: Target) -> np.ndarray:
     return w.T if target.is_transposed else w
 
 
-class Merged:
+class Merged(DerivedSource):
     """A checkpoint's tensors with an adapter merged into them, in float32: W + scale B A.
 
     With DoRA each output of that has the length that the adapter says. What the adapter has whole
@@ -163,7 +163,8 @@ class Merged:
     """
 
     def __init__(self, source: Source, info: ModelInfo, adapter: Adapter):
-        self._source, self._parts, self._adapter = source, adapter.read(info), adapter
+        super().__init__(source)
+        self._parts, self._adapter = adapter.read(info), adapter
         names = NameMap(set(source.names()), family(info.family))
         self._targets: dict[str, Target] = {}
         for module, target in adapter.targets.items():
@@ -213,12 +214,6 @@ class Merged:
         w = merged(w.T if target.is_transposed else w, part.a, part.b, part.scale)
         w = w if part.columns is None else w * part.columns[:, None]
         return np.ascontiguousarray(w.T if target.is_transposed else w)
-
-    def release(self, name: str) -> None:
-        self._source.release(name)
-
-    def prefetch(self, name: str) -> None:
-        self._source.prefetch(name)
 
 
 def fused(info: ModelInfo, adapter: Adapter) -> ModelInfo:

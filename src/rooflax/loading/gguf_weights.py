@@ -29,6 +29,7 @@ from rooflax.loading.gguf_blocks import (
 )
 from rooflax.loading.prequantized import beside, output_order
 from rooflax.loading.safetensors import TensorInfo
+from rooflax.loading.source import DerivedSource
 from rooflax.models.gguf import GGUF_DENSE, LONGROPE_FACTORS, ROPE_FACTORS, GGUFSpec
 from rooflax.models.gguf_changes import KEEP, Change, LessOne, Permuted, moves_groups
 from rooflax.models.gguf_names import TENSORS
@@ -55,7 +56,7 @@ class Entry:
     expert: int | None = None
 
 
-class GGUFWeights:
+class GGUFWeights(DerivedSource):
     """The interface of a checkpoint folder over a GGUF file.
 
     Args:
@@ -64,6 +65,7 @@ class GGUFWeights:
     """
 
     def __init__(self, file: GGUFFile, name: str, config: Decoder):
+        super().__init__(file)
         self.file, self.family, self.config = file, name, config
         present = set(file.names())
         self.entries = tensor_entries(name, config, present)
@@ -92,7 +94,7 @@ class GGUFWeights:
     def _entry(self, name: str) -> Entry:
         return self.entries.get(name, Entry((name,), KEEP))
 
-    def _stored(self, name: str) -> tuple[str, ...]:
+    def stored(self, name: str) -> tuple[str, ...]:
         return self._entry(name).stored
 
     def info(self, name: str) -> TensorInfo:
@@ -101,12 +103,12 @@ class GGUFWeights:
         Raises:
             CheckpointError: the stored tensors do not fit together.
         """
-        infos = [self._info(stored, self._expert(name)) for stored in self._stored(name)]
+        infos = [self._info(stored, self._expert(name)) for stored in self.stored(name)]
         shapes, change = [info.shape for info in infos], self._change(name)
         shape = change.shape(shapes)
         if len(shapes) > 1 and list(change.stored_shapes(shape)) != shapes:
             raise CheckpointError(
-                f"{self.file.path}: {' and '.join(self._stored(name))} have the shapes "
+                f"{self.file.path}: {' and '.join(self.stored(name))} have the shapes "
                 f"{' and '.join(map(str, shapes))}, which do not belong together."
             )
         kinds = {info.dtype if is_plain(info.dtype) else "F32" for info in infos}
@@ -128,22 +130,12 @@ class GGUFWeights:
     def read(self, name: str) -> np.ndarray:
         """A tensor in the checkpoint's layout: the file's own pages where they will do."""
         expert = self._expert(name)
-        return self._change(name).apply([self._numbers(s, expert) for s in self._stored(name)])
+        return self._change(name).apply([self._numbers(s, expert) for s in self.stored(name)])
 
     def _numbers(self, stored: str, expert: int | None) -> np.ndarray:
         array, kind = self.file.read(stored), self.file.info(stored).dtype
         array = array if expert is None else array[expert]
         return array if is_plain(kind) else dequantize(kind, array)
-
-    def release(self, name: str) -> None:
-        """Lets a tensor's pages go."""
-        for stored in self._stored(name):
-            self.file.release(stored)
-
-    def prefetch(self, name: str) -> None:
-        """Has the system read a tensor's pages."""
-        for stored in self._stored(name):
-            self.file.prefetch(stored)
 
     @cached_property
     def formats(self) -> dict[str, str]:
@@ -183,7 +175,7 @@ class GGUFWeights:
             order = self._change(name).inputs()
             if name not in self.entries or not (order is None or moves_groups(order, GROUP)):
                 return ["F32"]
-            if isinstance(slot.line.layout, HeadPart) and len(self._stored(name)) == 1:
+            if isinstance(slot.line.layout, HeadPart) and len(self.stored(name)) == 1:
                 return ["F32"]  # both kinds of rows are one tensor, and one of them is transposed
         return [self.file.info(name).dtype for name in self._parts(slot)]
 

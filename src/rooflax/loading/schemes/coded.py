@@ -18,6 +18,7 @@ from rooflax.errors import CheckpointError
 from rooflax.loading.checkpoint import Checkpoint
 from rooflax.loading.prequantized import beside, output_order
 from rooflax.loading.safetensors import TensorInfo
+from rooflax.loading.source import DerivedSource
 from rooflax.loading.tensor_plan import NameMap
 from rooflax.models.registry import family
 from rooflax.nn.decoder import Decoder
@@ -118,6 +119,16 @@ class Tensors:
                 name, f"is {info.dtype} {list(info.shape)}, wanted {' or '.join(dtypes)}{wanted}"
             )
         return info
+
+    def num_groups(self, name: str, inner: int, group: int) -> int:
+        """The groups of a tensor's inputs.
+
+        Raises:
+            CheckpointError: they do not divide them.
+        """
+        if inner % group:
+            raise self.error(name, f"has {inner} inputs, which groups of {group} do not divide")
+        return inner // group
 
 
 class Groups(NamedTuple):
@@ -242,11 +253,11 @@ def unpacked(words: np.ndarray, bits: int, count: int) -> np.ndarray:
     return (by_code << np.arange(bits, dtype=np.uint8)).sum(axis=-1, dtype=np.uint8)
 
 
-class CodedWeights:
+class CodedWeights(DerivedSource):
     """The interface of a checkpoint over one whose weights a scheme reads."""
 
     def __init__(self, checkpoint: Checkpoint, scheme: Scheme):
-        self._source = checkpoint
+        super().__init__(checkpoint)
         self.weights, unused = scheme.find(Tensors(checkpoint))
         other = unused | {name for coded in self.weights.values() for name in coded.stored}
         self._names = [n for n in checkpoint.names() if n not in other] + list(self.weights)
@@ -265,15 +276,7 @@ class CodedWeights:
         coded = self.weights.get(name)
         return self._source.read(name) if coded is None else coded.numbers()
 
-    def release(self, name: str) -> None:
-        for stored in self._stored(name):
-            self._source.release(stored)
-
-    def prefetch(self, name: str) -> None:
-        for stored in self._stored(name):
-            self._source.prefetch(stored)
-
-    def _stored(self, name: str) -> tuple[str, ...]:
+    def stored(self, name: str) -> tuple[str, ...]:
         coded = self.weights.get(name)
         return (name,) if coded is None else coded.stored
 

@@ -92,7 +92,7 @@ class Gptq:
         name, order = f"{module}.qweight", f"{module}.g_idx"
         words = _matrix(tensors, name)
         inner, outer = words[0] * 32 // s.bits, words[1]
-        groups = _num_groups(tensors, name, inner, s.group)
+        groups = tensors.num_groups(name, inner, inner if s.group == WHOLE else s.group)
         expect = partial(tensors.expect, beside=name)
         expect(f"{module}.qzeros", (groups, -(-outer * s.bits // 32)), "I32")
         scales = expect(f"{module}.scales", (groups, outer), *FLOATS)
@@ -129,7 +129,8 @@ class Awq:
     def _coded(self, tensors: Tensors, module: str) -> Coded:
         name, zeros, scales = (f"{module}.{end}" for end in ("qweight", "qzeros", "scales"))
         inner, words = _matrix(tensors, name)
-        outer, groups = words * 8, _num_groups(tensors, name, inner, self.group)
+        group = inner if self.group == WHOLE else self.group
+        outer, groups = words * 8, tensors.num_groups(name, inner, group)
         expect = partial(tensors.expect, beside=name)
         expect(zeros, (groups, words), "I32")
         kind = expect(scales, (groups, outer), *FLOATS).dtype
@@ -174,14 +175,6 @@ def _matrix(tensors: Tensors, name: str) -> tuple[int, ...]:
     return info.shape
 
 
-def _num_groups(tensors: Tensors, name: str, inner: int, group: int) -> int:
-    if group == WHOLE:
-        return 1
-    if inner % group:
-        raise tensors.error(name, f"has {inner} inputs, which groups of {group} do not divide")
-    return inner // group
-
-
 def read_gptq(reader: ConfigReader) -> Gptq:
     """The scheme of a quantization_config.
 
@@ -204,12 +197,8 @@ def read_gptq(reader: ConfigReader) -> Gptq:
         if not isinstance(values, dict):
             raise CheckpointError(f"config.json has dynamic {pattern!r:.80} without an object.")
         if not pattern.startswith("-:"):  # those are not quantized
-            rules.append(
-                (
-                    module_pattern(pattern.removeprefix("+:"), "config.json: dynamic"),
-                    settings.changed(values),
-                )
-            )
+            rule = module_pattern(pattern.removeprefix("+:"), "config.json: dynamic")
+            rules.append((rule, settings.changed(values)))
     reader.waive(*UNUSED)
     return Gptq(settings, version == "gptq", rules)
 

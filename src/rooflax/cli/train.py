@@ -532,15 +532,14 @@ def _write_tokens(
 ) -> list[str]:
     """Writes the token files; what is to be said of them."""
     from rooflax.train.data import separator_of, write_corpus
-    from rooflax.train.rows import Cuts, encode_pairs, encode_rows, has_whole_rows
+    from rooflax.train.rows import RowEncoder, has_whole_rows
 
-    separator = separator_of(tokenizer)
-    said, cuts = [], Cuts()
-    encode = encode_pairs if mode in PREFERENCES else encode_rows
+    said, encoder = [], RowEncoder(tokenizer, separator_of(tokenizer), data, seq_len)
+    encode = encoder.pairs if mode in PREFERENCES else encoder.rows
     for part, rows in parts.items():
         info = write_corpus(
             out / f"{TOKEN_FILES[part]}.bin",
-            encode(rows, tokenizer, separator, data, seq_len, cuts),
+            encode(rows),
             tokenizer.vocab_size,
             is_whole=has_whole_rows(rows),
         )
@@ -551,10 +550,10 @@ def _write_tokens(
             )
         if part == "train" and (data.masks or mode in PREFERENCES):
             said.append(f"{info.num_trained:,} of {info.num_tokens:,} tokens are trained")
-    if cuts.shortened:
-        left_out = f"; {cuts.dropped:,} of them train nothing and are left out"
-        rows = counted(cuts.shortened, "row")
-        said.append(f"{rows} cut to {seq_len + 1:,} tokens{left_out if cuts.dropped else ''}")
+    if encoder.shortened:
+        left_out = f"; {encoder.dropped:,} of them train nothing and are left out"
+        rows = counted(encoder.shortened, "row")
+        said.append(f"{rows} cut to {seq_len + 1:,} tokens{left_out if encoder.dropped else ''}")
     return said
 
 

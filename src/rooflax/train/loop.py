@@ -121,18 +121,23 @@ class Rollouts(Protocol):
     @property
     def has_held_out(self) -> bool:
         """Whether `evaluate` has held-out rows."""
+        ...
 
     def start(self, model: Model, fixed: Any, lora: LoraTraining | None) -> None:
         """Before anything else; the weights are the reference."""
+        ...
 
     def loss(self, model: Model, config: TrainConfig, lora: LoraTraining | None) -> Loss:
         """What is lowered on them."""
+        ...
 
     def shapes(self) -> Any:
         """Of a batch."""
+        ...
 
     def cache_bytes(self) -> int:
         """Of the sampler's KV cache."""
+        ...
 
     def batch(self, step: int, weights: Any) -> tuple[Any, dict[str, float]]:
         """The batch of a step, with numbers to log.
@@ -140,11 +145,13 @@ class Rollouts(Protocol):
         Raises:
             RewardError: a reward failed; the run is saved.
         """
+        ...
 
     def evaluate(
         self, part: str, num_batches: int | None, weights: Any
     ) -> tuple[float | None, dict[str, float]]:
         """A loss of the "held-out" or "test" part, and further means by name."""
+        ...
 
 
 def run_training(
@@ -190,7 +197,8 @@ def run_training(
     check_not_forked()
     check_trainable(model, config)
     with only_writer(folder, folder / ".run.lock", makes_folders=True):
-        run = _Run(model, config, training, held_out, test, folder, say, rollouts, sampler, track)
+        corpora = {"training": training, "held-out": held_out, "test": test}
+        run = _Run(model, config, corpora, folder, say, rollouts, sampler, track)
         if not keeps_model and run.lora is None and rollouts is None:
             for leaf in jax.tree.leaves((model.weights, run.model.weights)):
                 leaf.delete()
@@ -270,9 +278,7 @@ class _Run:
         self,
         model: Model,
         config: TrainConfig,
-        training: Corpus | None,
-        held_out: Corpus | None,
-        test: Corpus | None,
+        corpora: Mapping[str, Corpus | None],
         folder: Path,
         say: Callable[[str], None] | None,
         rollouts: Rollouts | None,
@@ -280,6 +286,7 @@ class _Run:
         track: Callable[[dict[str, Any]], None] | None,
     ):
         check_seq_len(config, model.max_model_len)
+        training, held_out = corpora["training"], corpora["held-out"]
         if training is not None:
             config = resolved(config, training)
             _check_ids(model, training, "corpus")
@@ -292,7 +299,7 @@ class _Run:
         self.rows = training and rows_of(config)(training, config.seq_len, config.seed)
         self.other_rows = {
             "held-out": self._other_rows(held_out, "held-out corpus"),
-            "test": self._other_rows(test, "corpus to test on"),
+            "test": self._other_rows(corpora["test"], "corpus to test on"),
         }
         self.lora = LoraTraining(self.model, config) if config.trains_adapter else None
         self.fixed = self.model.rope if self.lora is None else self.model

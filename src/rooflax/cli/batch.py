@@ -21,10 +21,11 @@ from typing import IO, Any
 
 from rooflax.cli import flags, terminal
 from rooflax.cli.bench_serve import server_at
+from rooflax.cli.lines import text_lines
 from rooflax.cli.own_server import own_server, words_of
 from rooflax.cli.parser import Parser, at_least_one
 from rooflax.errors import RequestError
-from rooflax.files import only_writer, read_input, read_regular, replacing
+from rooflax.files import only_writer, read_regular, replacing
 from rooflax.http_client import Client, Reply, reason
 
 SUMMARY = "answer a file in OpenAI's batch format"
@@ -125,9 +126,7 @@ def read_requests(path: str) -> list[BatchRequest]:
     """
     requests: list[BatchRequest] = []
     names = set[str]()
-    for number, line in enumerate(_lines(path), start=1):
-        if not line.strip():
-            continue
+    for number, line in text_lines(path):
         try:
             raw = json.loads(line)
         except (ValueError, RecursionError):
@@ -155,14 +154,6 @@ def _request(raw: Any) -> BatchRequest:
     if raw["body"].get("stream"):
         raise RequestError("a batch has no streams; drop stream.")
     return BatchRequest(raw["custom_id"], raw["url"], raw["body"])
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return read_input(path).decode("utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise RequestError(f"{path} cannot be read: {why}.", param="input") from None
 
 
 def answered(path: str) -> set[str]:

@@ -99,10 +99,10 @@ def unreadable(w: StoredOperand) -> str | None:
         return gpu_plain.unsupported(w)
     if w.packing != "panels":
         return "linear's GPU kernel reads panels, not matrices"
-    slots = CODES[w.code].slots
-    if w.inner % slots:
-        return f"linear's GPU kernel takes inputs by {slots}, not {w.inner}"
-    if math.prod(w.stack) * -(-w.outer // PANEL) * (w.inner // slots) < TILE:
+    num_inputs = CODES[w.code].num_inputs
+    if w.inner % num_inputs:
+        return f"linear's GPU kernel takes inputs by {num_inputs}, not {w.inner}"
+    if math.prod(w.stack) * -(-w.outer // PANEL) * (w.inner // num_inputs) < TILE:
         return f"linear's GPU kernel needs a larger weight than {w.shape}"
     return None
 

@@ -16,6 +16,7 @@ from rooflax.models.gguf import GGUFSpec, Metadata, MetadataReader, Raw, full_ro
 from rooflax.models.gguf_changes import HeadStacks
 from rooflax.models.gguf_names import COMMON, NameTable
 from rooflax.models.glm4_moe import CHOICE_BIAS, KEYS, NAMES
+from rooflax.models.rope_reader import read_rope
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.latent import LatentAttention
 from rooflax.nn.parts import ATTENTION, Layer, Mlp, Moe
@@ -93,7 +94,7 @@ def read_attention(reader: ConfigReader, interleaved: bool) -> LatentAttention:
     query_rank = None if reader.has("q_lora_rank") else QUERY_RANK
     if reader.get("q_lora_rank", query_rank) is not None:
         query_rank = reader.size("q_lora_rank", query_rank)
-    rope = reader.rope(turned)
+    rope = read_rope(reader, turned)
     stated = reader.get("rope_parameters", None) or reader.get("rope_scaling", None) or {}
     mscale = stated.get("mscale_all_dim") or 0.0 if rope.scaling else 0.0
     norm = NormKind(reader.number("rms_norm_eps", 1e-6))

@@ -356,18 +356,18 @@ def banked(
     """
     name, config = model.family, model.config
     known = targets(name, config)
-    lines: dict[Place, list[Target]] = {}
+    by_place: dict[Place, list[Target]] = {}
     for module in modules:
         target = known[module]
-        lines.setdefault((target.slot.layer, target.slot.key), []).append(target)
+        by_place.setdefault((target.slot.layer, target.slot.key), []).append(target)
     most: dict[str, int] = {}  # tensors of a weight in any layer: stacked layers are of one shape
-    for (_, key), group in lines.items():
-        most[key] = max(most.get(key, 0), len(group))
+    for (_, key), neighbors in by_place.items():
+        most[key] = max(most.get(key, 0), len(neighbors))
     each = [None if one is None else by_slot(name, config, one) for one in banks]
     made: dict[Place, Matrices] = {}
-    for at, group in lines.items():
+    for at, neighbors in by_place.items():
         width = rank * most[at[1]]
-        first = group[0]
+        first = neighbors[0]
         out_shape = first.slot.line.in_out_shape(config.axis_sizes)[1]
         inner, outer = first.inputs, math.prod(out_shape)
         rows, columns = [], []
@@ -384,7 +384,7 @@ def banked(
             rows.append(a)
             columns.append(b)
         made[at] = np.concatenate(rows, axis=1), np.concatenate(columns, axis=0), None, None
-    places = {at: group[0] for at, group in lines.items()}
+    places = {at: neighbors[0] for at, neighbors in by_place.items()}
     weights = _placed(config, model.weights, made, places, slots=len(banks))
     return replace(model, weights=jax.tree.map(_on_device, weights))
 
@@ -396,9 +396,9 @@ def _slot_of(
     layer, key = at
     assert layer is not None
     is_stacked = "stacked_layers" in weights
-    groups = weights["stacked_layers" if is_stacked else "layers"]
-    row, index = divmod(layer, len(groups))
-    leaf = groups[index][key]
+    layers = weights["stacked_layers" if is_stacked else "layers"]
+    row, index = divmod(layer, len(layers))
+    leaf = layers[index][key]
     a, b = (leaf.a[row], leaf.b[row]) if is_stacked else (leaf.a, leaf.b)
     ranks = slice(slot * width, (slot + 1) * width)
     return np.asarray(a)[:, ranks], np.asarray(b)[ranks]
@@ -425,19 +425,19 @@ def _placed(
         if layer is None:
             placed[key] = _adapted(weights[key], [lines], *shapes[key], config, stacked=False)
     stacked = "stacked_layers" in weights
-    groups = weights["stacked_layers" if stacked else "layers"]
-    period = len(groups)
-    layers = []
-    for index, group in enumerate(groups):
+    layers = weights["stacked_layers" if stacked else "layers"]
+    period = len(layers)
+    new_layers = []
+    for index, layer in enumerate(layers):
         rows = range(index, config.num_layers, period)
-        new = dict(group)
-        for key in group:
+        new = dict(layer)
+        for key in layer:
             each = [made.get((row, key)) for row in rows]
             if any(lines is not None for lines in each):
-                one = _adapted(group[key], each, *shapes[key], config, stacked=stacked)
+                one = _adapted(layer[key], each, *shapes[key], config, stacked=stacked)
                 new[key] = replace(one, slots=slots)
-        layers.append(new)
-    placed["stacked_layers" if stacked else "layers"] = tuple(layers)
+        new_layers.append(new)
+    placed["stacked_layers" if stacked else "layers"] = tuple(new_layers)
     return placed
 
 

@@ -149,7 +149,7 @@ class Placer:
         """The weights as the steps take them.
 
         With stages, row s of entry j of "stacked_layers" is the j-th layer of stage s; with `scan`
-        each stage has its layers stacked by the repeating group.
+        each stage has its layers stacked by the period.
         """
         period, stages = self.config.groups.period, self.shards.stage
         if stages == 1:

@@ -88,13 +88,13 @@ class LoraTraining:
         """Of each module's weights, for each output."""
         sizes, weights = self._base.config.axis_sizes, frozen(self._base)
         stacked = weights.get("stacked_layers")
-        groups = stacked or weights["layers"]
+        layers = stacked or weights["layers"]
         length = jax.jit(lengths)
         for module, target in self.targets.items():
             layer, key = target.slot.layer, target.slot.key
-            leaf = weights[key] if layer is None else groups[layer % len(groups)][key]
+            leaf = weights[key] if layer is None else layers[layer % len(layers)][key]
             if layer is not None and stacked:
-                leaf = leaf.at(layer // len(groups))
+                leaf = leaf.at(layer // len(layers))
             outputs = math.prod(leaf.out_shape)
             norms = length(leaf, jnp.zeros((target.inputs, 1)), jnp.zeros((1, outputs)))
             if not target.is_head:
@@ -222,19 +222,19 @@ def frozen(model: Model) -> dict[str, Any]:
     """The weights of which those that multiply have gradients through activations alone."""
     config, weights = model.config, dict(model.weights)
     stacked = "stacked_layers" in weights
-    groups = [dict(group) for group in weights["stacked_layers" if stacked else "layers"]]
+    layers = [dict(layer) for layer in weights["stacked_layers" if stacked else "layers"]]
     for slot in config.slots():
         if not is_matmul(slot, config) or slot.line.num_stacked:
             continue
         if slot.layer is None:
             place = weights
-        elif slot.layer >= len(groups):
+        elif slot.layer >= len(layers):
             continue
         else:
-            place = groups[slot.layer]
+            place = layers[slot.layer]
         leaf = place[slot.key]
         place[slot.key] = Frozen(leaf, *matmul_shape(slot, config), is_head(slot, config))
-    return weights | {"stacked_layers" if stacked else "layers": tuple(groups)}
+    return weights | {"stacked_layers" if stacked else "layers": tuple(layers)}
 
 
 def _check_stacks(model: Model) -> None:
@@ -242,9 +242,9 @@ def _check_stacks(model: Model) -> None:
     Raises:
         RequestError: experts round activations, which has no gradient.
     """
-    groups = model.weights.get("stacked_layers") or model.weights["layers"]
-    for group in groups:
-        for leaf in group.values():
+    layers = model.weights.get("stacked_layers") or model.weights["layers"]
+    for layer in layers:
+        for leaf in layer.values():
             leaves = jax.tree.leaves(leaf, is_leaf=lambda one: isinstance(one, Operand))
             stacks = any(getattr(one, "stack", ()) for one in leaves)
             if stacks and any(getattr(one, "quantizes_activations", False) for one in leaves):

@@ -170,8 +170,8 @@ def weights(info: ModelInfo) -> dict[str, Any]:
 
     config = info.config
     parts: Counter[str] = Counter()
-    for slot in config.slots():
-        parts[_part(slot.key)] += math.prod(slot.line.shape(config.axis_sizes))
+    for param in config.params():
+        parts[_part(param.key)] += math.prod(param.line.shape(config.axis_sizes))
     total = sum(parts.values())
     rows = {
         "parameters": total,

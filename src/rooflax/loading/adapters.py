@@ -181,7 +181,7 @@ class Merged(DerivedSource):
         }
         self._experts: dict[str, tuple[Experts, LowRank]] = {}
         for parameter, (target, a, b) in adapter.experts.items():
-            stored = names.find(target.slot.hf_names[0])
+            stored = names.find(target.param.hf_names[0])
             if stored is None:
                 raise UnsupportedModelError(
                     f"{adapter.folder} changes {parameter}, which is no tensor of {info.name}, so "
@@ -301,8 +301,8 @@ def open_adapter(
         wanted = {m for m, t in known.items() if config.changes(t.names[min(at, len(t.names) - 1)])}
     if beyond := stored.keys() - wanted:
         raise CheckpointError(f"{path} has {named(beyond)}, which its {ADAPTER} does not name.")
-    other = {known[m].slot.name for m in stored if not known[m].is_usual}
-    usual = {m for m in wanted if known[m].is_usual and known[m].slot.name not in other}
+    other = {known[m].param.name for m in stored if not known[m].is_usual}
+    usual = {m for m in wanted if known[m].is_usual and known[m].param.name not in other}
     if not is_all_linear(config.target_modules) and (missing := usual - stored.keys()):
         raise CheckpointError(f"{path} lacks {named(missing)}, which its {ADAPTER} names.")
     changed = {module: known[module] for module in known if module in stored}

@@ -69,8 +69,8 @@ def estimate(
     config = config_on(config, shards)
     sizes, layers = part_sizes(config, shards), config.num_layers // shards.stage
     weights = sum(
-        storage.of(slot, config).num_bytes(slot.line.shape(sizes))
-        for slot in config.first(layers).slots()
+        storage.of(param, config).num_bytes(param.line.shape(sizes))
+        for param in config.first(layers).params()
     )
     chunk = min(prefill_chunk or accelerator.prefill_chunk(), tokens)
     step_tokens = step_tokens or max(rows, chunk)
@@ -202,9 +202,9 @@ def padding(
 
     def rows_of_vocab(sizes: dict[str, int]) -> int:
         return sum(
-            storage.of(slot, config).num_bytes(slot.line.shape(sizes))
-            for slot in config.first(layers).slots()
-            if "vocab" in slot.line.axis_names
+            storage.of(param, config).num_bytes(param.line.shape(sizes))
+            for param in config.first(layers).params()
+            if "vocab" in param.line.axis_names
         )
 
     return {

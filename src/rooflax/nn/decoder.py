@@ -24,7 +24,7 @@ from rooflax.nn.layout import STATE
 from rooflax.nn.parts import Attention, Layer, Moe
 from rooflax.nn.per_layer import PerLayer
 from rooflax.nn.rope import Rope, RopeTable
-from rooflax.nn.weights import LAYER_PREFIX, Rows, Slot, StoredAs, WeightLine
+from rooflax.nn.weights import LAYER_PREFIX, Param, Rows, StoredAs, WeightLine
 from rooflax.nn.wiring import Context, NormKind, WeightTable
 from rooflax.ops.rope import rope_rows, rows_at
 
@@ -257,19 +257,19 @@ class Decoder:
             table["lm_head"] = WeightLine("vocab hidden", "lm_head.weight")
         return self.names.apply(table)
 
-    def slots(self) -> Iterator[Slot]:
+    def params(self) -> Iterator[Param]:
         """Every array of the model, the largest single ones (outside the layers) first."""
         for key, line in self.table.items():
             if not key.startswith(LAYER_PREFIX):
-                yield Slot(key, None, line)
+                yield Param(key, None, line)
         for index, layer in enumerate(self.layers):
             for key in layer.table:
-                yield Slot(key, index, self.table[LAYER_PREFIX + key])
+                yield Param(key, index, self.table[LAYER_PREFIX + key])
 
     @cached_property
     def num_parameters(self) -> int:
         """Number of parameters."""
-        return sum(math.prod(slot.line.shape(self.axis_sizes)) for slot in self.slots())
+        return sum(math.prod(param.line.shape(self.axis_sizes)) for param in self.params())
 
     # Forward
 

@@ -563,7 +563,7 @@ class WeightLine:
 
 
 @dataclass(frozen=True)
-class Slot:
+class Param:
     """One array of the model: its line in the table, its layer (None outside the layers)."""
 
     key: str
@@ -579,10 +579,10 @@ class Slot:
         return self.key if self.layer is None else f"layers.{self.layer}.{self.key}"
 
 
-def assemble(num_layers: int, arrays: Iterator[tuple[Slot, Any]]) -> dict[str, Any]:
-    """The pytree of weights from (slot, leaf) pairs."""
+def assemble(num_layers: int, arrays: Iterator[tuple[Param, Any]]) -> dict[str, Any]:
+    """The pytree of weights from (parameter, leaf) pairs."""
     layers: list[dict[str, Any]] = [{} for _ in range(num_layers)]
     weights: dict[str, Any] = {}
-    for slot, leaf in arrays:
-        (weights if slot.layer is None else layers[slot.layer])[slot.key] = leaf
+    for param, leaf in arrays:
+        (weights if param.layer is None else layers[param.layer])[param.key] = leaf
     return weights | {"layers": tuple(layers)}

@@ -80,7 +80,7 @@ class LoraTraining:
             for module, length in self._base_lengths():
                 matrices[module]["magnitude"] = length
         for module, target in self.tables.items():
-            w = as_table(self._base.weights[target.slot.key]).in_stack()[0].numbers().T
+            w = as_table(self._base.weights[target.param.key]).in_stack()[0].numbers().T
             matrices[module] = {"weight": w}
         return matrices
 
@@ -91,15 +91,15 @@ class LoraTraining:
         layers = stacked or weights["layers"]
         length = jax.jit(lengths)
         for module, target in self.targets.items():
-            layer, key = target.slot.layer, target.slot.key
+            layer, key = target.param.layer, target.param.key
             leaf = weights[key] if layer is None else layers[layer % len(layers)][key]
             if layer is not None and stacked:
                 leaf = leaf.at(layer // len(layers))
             outputs = math.prod(leaf.out_shape)
             norms = length(leaf, jnp.zeros((target.inputs, 1)), jnp.zeros((1, outputs)))
             if not target.is_head:
-                shape = target.slot.line.in_out_shape(sizes)[1]
-                order, counts = output_order(target.slot.line.layout, shape)
+                shape = target.param.line.in_out_shape(sizes)[1]
+                order, counts = output_order(target.param.line.layout, shape)
                 in_order = jnp.zeros_like(norms).at[order].set(norms)
                 norms = jnp.split(in_order, np.cumsum(counts)[:-1])[target.index]
             yield module, norms
@@ -133,9 +133,9 @@ class LoraTraining:
         if seeds is not None and self.dropout > 0:
             weights = _with_dropout(weights, seeds, self.dropout)
         for module, target in self.tables.items():
-            weights[target.slot.key] = matrices[module]["weight"]
+            weights[target.param.key] = matrices[module]["weight"]
         for parameter, target in self.experts.items():
-            place, key = weights["layers"][target.slot.layer], target.slot.key
+            place, key = weights["layers"][target.param.layer], target.param.key
             place[key] = target.adapted(place[key], adapters[parameter], base.config.axis_sizes)
         return replace(base, weights=weights)
 
@@ -184,7 +184,7 @@ def resolved(model: Model, config: TrainConfig) -> tuple[AdapterConfig, dict[str
                 )
     chosen = {m: target for m, target in known.items() if asked.changes(m)}
     if isinstance(wanted, str):  # PEFT's routers of experts are no linear layers
-        chosen = {m: t for m, t in chosen.items() if not t.slot.key.endswith(ROUTER)}
+        chosen = {m: t for m, t in chosen.items() if not t.param.key.endswith(ROUTER)}
     if not chosen:
         raise RequestError(
             f"target_modules {names!r:.80} and num_layers {config.num_layers} leave no layer of "
@@ -223,17 +223,17 @@ def frozen(model: Model) -> dict[str, Any]:
     config, weights = model.config, dict(model.weights)
     stacked = "stacked_layers" in weights
     layers = [dict(layer) for layer in weights["stacked_layers" if stacked else "layers"]]
-    for slot in config.slots():
-        if not is_matmul(slot, config) or slot.line.num_stacked:
+    for param in config.params():
+        if not is_matmul(param, config) or param.line.num_stacked:
             continue
-        if slot.layer is None:
+        if param.layer is None:
             place = weights
-        elif slot.layer >= len(layers):
+        elif param.layer >= len(layers):
             continue
         else:
-            place = layers[slot.layer]
-        leaf = place[slot.key]
-        place[slot.key] = Frozen(leaf, *matmul_shape(slot, config), is_head(slot, config))
+            place = layers[param.layer]
+        leaf = place[param.key]
+        place[param.key] = Frozen(leaf, *matmul_shape(param, config), is_head(param, config))
     return weights | {"stacked_layers" if stacked else "layers": tuple(layers)}
 
 

@@ -157,7 +157,7 @@ def test_join_converts_the_dtype_on_the_way():
 @pytest.mark.parametrize("variant", list(goldens.VARIANTS))
 def test_every_slot_once_and_all_parameters_counted(variant):
     _, config = read_config(goldens.VARIANTS[variant])
-    sizes, found = config.axis_sizes, list(config.slots())
+    sizes, found = config.axis_sizes, list(config.params())
     shared = [slot for slot in found if isinstance(slot.line.layout, HeadPart)]
     hf = [hf for slot in found for hf in slot.hf_names]
     assert len(hf) == len(set(hf)) + len(shared) // 2 and len(found) == len(

@@ -36,7 +36,8 @@ from rooflax.models.gguf_names import TENSORS
 from rooflax.models.registry import gguf_families
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.storage import Part, is_matmul, matmul_shape, parts_of
-from rooflax.nn.weights import HeadPart, Param
+from rooflax.nn.tensor_layouts import HeadPart
+from rooflax.nn.weights import Param
 from rooflax.ops import accelerator
 from rooflax.ops.formats import BESIDE, GROUP
 from rooflax.ops.host_arrays import Put

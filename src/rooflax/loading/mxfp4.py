@@ -16,7 +16,8 @@ from rooflax.errors import CheckpointError
 from rooflax.loading.source import Source
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.storage import matmul_shape
-from rooflax.nn.weights import Param, Swapped
+from rooflax.nn.tensor_layouts import Swapped
+from rooflax.nn.weights import Param
 from rooflax.ops.formats import GROUP
 from rooflax.ops.host_arrays import Put
 from rooflax.ops.weights import Quantized, pack

@@ -183,7 +183,7 @@ def save_model(
 
 def tensors(name: str, config: Decoder, weights: dict[str, Any], dtype: str) -> list[TensorToWrite]:
     """The checkpoint's tensors, each made when it is asked for; one that two weights share is the
-    sum of what they give of it (`nn.weights.HeadPart`)."""
+    sum of what they give of it (`nn.tensor_layouts.HeadPart`)."""
     by_name: dict[str, TensorToWrite] = {}
     for param in config.params():
         for tensor in _param_tensors(param, config, weights, dtype):

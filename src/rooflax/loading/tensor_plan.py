@@ -21,7 +21,8 @@ from rooflax.loading.source import Source
 from rooflax.models.registry import family
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.storage import WeightPlan
-from rooflax.nn.weights import Param, Where
+from rooflax.nn.tensor_layouts import Where
+from rooflax.nn.weights import Param
 from rooflax.ops.host_arrays import aligned_empty
 
 WAIVED_BUFFERS = re.compile(r"(.*\.)?(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")

@@ -25,7 +25,8 @@ from rooflax.nn.host_memory import give_back_freed
 from rooflax.nn.placement import Placer
 from rooflax.nn.stacking import Stacks
 from rooflax.nn.storage import Storage
-from rooflax.nn.weights import Param, Where, assemble
+from rooflax.nn.tensor_layouts import Where
+from rooflax.nn.weights import Param, assemble
 from rooflax.ops.host_arrays import ALIGNMENT, Arena, Put, arena_bytes
 from rooflax.ops.weights import quantized_parts
 

@@ -20,20 +20,19 @@ from rooflax.models.model import Model
 from rooflax.models.registry import family
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.storage import is_head
-from rooflax.nn.weights import (
+from rooflax.nn.tensor_layouts import (
     QKV,
     Conv1D,
     HeadRows,
     Linear,
     Parallel,
-    Param,
     Rows,
     Shape,
     StackedExperts,
     Swapped,
     TensorLayout,
-    WeightLine,
 )
+from rooflax.nn.weights import Param, WeightLine
 from rooflax.ops.linear.adapted import Adapted
 from rooflax.ops.weights import as_operand
 from rooflax.ops.weights.quantized import namespace

@@ -31,7 +31,8 @@ from rooflax.models.rope_reader import read_rope
 from rooflax.nn.decoder import Decoder, TensorNames
 from rooflax.nn.parts import ATTENTION, MLP, Layer, Moe
 from rooflax.nn.rope import Rope, RopeScaling
-from rooflax.nn.weights import Linear, StoredAs, Swapped, TensorLayout
+from rooflax.nn.tensor_layouts import Linear, Swapped, TensorLayout
+from rooflax.nn.weights import StoredAs
 from rooflax.nn.wiring import NormKind
 from rooflax.ops.linear import ClampedSwiglu
 

@@ -24,7 +24,8 @@ from rooflax.nn.layout import STATE
 from rooflax.nn.parts import Attention, Layer, Moe
 from rooflax.nn.per_layer import PerLayer
 from rooflax.nn.rope import Rope, RopeTable
-from rooflax.nn.weights import LAYER_PREFIX, Param, Rows, StoredAs, WeightLine
+from rooflax.nn.tensor_layouts import Rows
+from rooflax.nn.weights import LAYER_PREFIX, Param, StoredAs, WeightLine
 from rooflax.nn.wiring import Context, NormKind, WeightTable
 from rooflax.ops.rope import rope_rows, rows_at
 

@@ -17,7 +17,8 @@ from rooflax.nn.layers import stack_layers, unstack_layers
 from rooflax.nn.mesh import shards_of, weights_specs
 from rooflax.nn.shards import STAGE, config_on, kv_copies, whole_shape
 from rooflax.nn.storage import WeightPlan
-from rooflax.nn.weights import GROUP_ENDS, WeightLine, Where
+from rooflax.nn.tensor_layouts import GROUP_ENDS, Where
+from rooflax.nn.weights import WeightLine
 from rooflax.ops.weights import split_leaf
 
 if TYPE_CHECKING:

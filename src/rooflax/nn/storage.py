@@ -18,7 +18,8 @@ import numpy as np
 
 from rooflax.errors import RequestError
 from rooflax.nn.shards import Shards, split_axes
-from rooflax.nn.weights import Float32, Param, PlusOne, Reordered, Shape, TensorLayout
+from rooflax.nn.tensor_layouts import Float32, PlusOne, Reordered, Shape, TensorLayout
+from rooflax.nn.weights import Param
 from rooflax.ops.formats import (
     BESIDE,
     GROUP,

@@ -9,7 +9,7 @@ from rooflax.loading import tensor_plan
 from rooflax.loading.checkpoint import Checkpoint
 from rooflax.models.registry import read_config
 from rooflax.nn.shards import Shards, split_axes, whole_shape
-from rooflax.nn.weights import TensorLayout
+from rooflax.nn.tensor_layouts import TensorLayout
 from tests import goldens
 from tests.sharding import CONFIGS, write_checkpoint
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rooflax.models.registry import read_config
 from rooflax.nn.rope import Rope
 from rooflax.nn.shards import Shards, padded_vocab, split_axes
-from rooflax.nn.weights import (
+from rooflax.nn.tensor_layouts import (
     QKV,
     Conv1D,
     Flat,
@@ -21,9 +21,8 @@ from rooflax.nn.weights import (
     Rows,
     Swapped,
     TensorLayout,
-    WeightLine,
-    assemble,
 )
+from rooflax.nn.weights import WeightLine, assemble
 from tests import goldens
 
 HF = ("q", "k", "v")

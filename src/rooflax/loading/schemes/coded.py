@@ -23,7 +23,8 @@ from rooflax.loading.tensor_plan import NameMap
 from rooflax.models.registry import family
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.storage import is_head, is_matmul, matmul_shape, parts_of
-from rooflax.nn.weights import HeadPart, Param, PerExpert, TensorLayout
+from rooflax.nn.tensor_layouts import HeadPart, PerExpert, TensorLayout
+from rooflax.nn.weights import Param
 from rooflax.ops import accelerator
 from rooflax.ops.formats import BESIDE, GROUP
 from rooflax.ops.host_arrays import Put

@@ -52,7 +52,7 @@ def scales_layout() -> Any:
     )
 
 
-def turned_layout() -> Any:
+def transposed_layout() -> Any:
     """Layout of [rows, 4, 16] sums: a thread has two neighbouring outputs of two rows in eight."""
     return plgpu.Layout.TILED(
         plgpu.Tiling(((8, PANELS, 16), (8, 1, 16), (2, 1, 2))),
@@ -73,9 +73,9 @@ def rows_of(values: Shaped[Array, "4 16"]) -> Shaped[Array, " 64"]:
     return _ROWS_OF.bind(values)
 
 
-def turned(sums: Shaped[Array, "64 rows"]) -> Shaped[Array, "rows 4 16"]:
+def transposed(sums: Shaped[Array, "64 rows"]) -> Shaped[Array, "rows 4 16"]:
     """Transposes an operand's product to panels and outputs."""
-    return _TURNED.bind(sums)
+    return _TRANSPOSED.bind(sums)
 
 
 def _operand(*pairs: jax.Array) -> jax.Array:
@@ -88,7 +88,7 @@ def _rows_of(values: jax.Array) -> jax.Array:
     return values.reshape(PANELS, 8, 2).swapaxes(1, 2).reshape(ROWS)
 
 
-def _turned(sums: jax.Array) -> jax.Array:
+def _transposed(sums: jax.Array) -> jax.Array:
     return sums.reshape(PANELS, 2, 8, -1).transpose(3, 0, 2, 1).reshape(-1, PANELS, 16)
 
 
@@ -123,8 +123,8 @@ def _rows_of_in_kernel(values: Any) -> Any:
     return _fragmented(registers, layout, values.is_signed)
 
 
-def _turned_in_kernel(sums: Any) -> Any:
-    layout, blocks = turned_layout().to_mgpu(), sums.registers.shape[1]
+def _transposed_in_kernel(sums: Any) -> Any:
+    layout, blocks = transposed_layout().to_mgpu(), sums.registers.shape[1]
     registers = np.empty(layout.registers_shape((8 * blocks, PANELS, 16)), object)
     two, flat = ir.VectorType.get((2,), sums.mlir_dtype), registers.reshape(blocks, 2)
     for block in range(blocks):
@@ -143,9 +143,9 @@ _OPERAND = primitive(
 _ROWS_OF = primitive(
     "rows_of", _rows_of, _rows_of_in_kernel, lambda values: values.update(shape=(ROWS,))
 )
-_TURNED = primitive(
-    "turned",
-    _turned,
-    _turned_in_kernel,
+_TRANSPOSED = primitive(
+    "transposed",
+    _transposed,
+    _transposed_in_kernel,
     lambda sums: sums.update(shape=(sums.shape[1], PANELS, 16)),
 )

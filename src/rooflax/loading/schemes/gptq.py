@@ -161,11 +161,11 @@ def _order(tensors: Tensors, name: str, groups: int, in_order: bool) -> np.ndarr
 
 def _awq_codes(words: np.ndarray) -> np.ndarray:
     """[outputs, rows]."""
-    turned = np.ascontiguousarray(words.view(np.uint32).T)
-    codes = np.empty((len(turned), 8, turned.shape[1]), np.uint8)
+    transposed = np.ascontiguousarray(words.view(np.uint32).T)
+    codes = np.empty((len(transposed), 8, transposed.shape[1]), np.uint8)
     for output, place in enumerate(AWQ_PLACES):
-        codes[:, output] = turned >> np.uint32(4 * place) & np.uint32(15)
-    return codes.reshape(-1, turned.shape[1])
+        codes[:, output] = transposed >> np.uint32(4 * place) & np.uint32(15)
+    return codes.reshape(-1, transposed.shape[1])
 
 
 def _matrix(tensors: Tensors, name: str) -> tuple[int, ...]:

@@ -321,7 +321,7 @@ class _Kernel:
 
     def multiply_tile(self, refs: dict[str, Any], out: Any, tile: Any) -> None:
         from rooflax.ops.mosaic import accumulator, filled, pl, plgpu, store
-        from rooflax.ops.mosaic_fragments import turned
+        from rooflax.ops.mosaic_fragments import transposed
 
         warpgroup = jax.lax.axis_index("warpgroup") if self.warpgroups > 1 else jnp.int32(0)
         split, num_panels = jax.lax.axis_index("split"), self.warpgroups * PANELS
@@ -390,7 +390,7 @@ class _Kernel:
         if "bias" in refs:
             sums = sums + self.per_row(refs["bias"].at[panels])
         rows = pl.ds(0, self.tile)
-        store(out.at[split, tile, rows, panels], turned(sums.astype(out.dtype)))
+        store(out.at[split, tile, rows, panels], transposed(sums.astype(out.dtype)))
 
     def added(self, refs: dict[str, Any], stage: Any, warpgroup: Any, sums: Any) -> Any:
         """Sums and those of a stage's groups, each times its scale."""

@@ -116,7 +116,7 @@ def drawn(
     keys = partial(jax.random.fold_in, jax.random.key(seed, impl="rbg"))
 
     def arrays() -> Iterator[tuple[Any, Any]]:
-        for number, slot in enumerate(config.slots()):
+        for number, slot in enumerate(config.params()):
             std = 0.02 / (2 * config.num_layers) ** 0.5 if slot.line.init == "residual" else 0.02
             kind = _kind(slot, config, storage, std)
             yield slot, one(keys(number), *kind)

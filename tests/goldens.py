@@ -587,7 +587,7 @@ def tensors_of(raw: dict[str, Any]) -> Reference:
     _, config = read_config(raw)
     shapes = {
         hf: tuple(shape)
-        for slot in config.slots()
+        for slot in config.params()
         for hf, shape in zip(slot.hf_names, slot.line.hf_shapes(config.axis_sizes), strict=True)
     }
     return Reference(raw, shapes, (), np.zeros(0), np.zeros(0))

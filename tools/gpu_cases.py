@@ -72,11 +72,14 @@ def turn_of(w: Any, rows: int, tiles: bool) -> tuple[int, int]:
     """Weights of a thread, and instructions that multiply, in one turn of the kernel's loop."""
     if tiles:  # a group of 32 inputs is two products of 64 x 16 weights
         return 64 * 32 // THREADS, 2
-    slots, turns = linear.CODES[w.code].slots, -(-rows // ROWS_AT_ONCE)  # each reads all weights
+    num_inputs, turns = (
+        linear.CODES[w.code].num_inputs,
+        -(-rows // ROWS_AT_ONCE),
+    )  # each reads all weights
     rows = -(-rows // turns)
     if w.code == "fp8":  # which takes one for unpacking, too
-        return 4 * slots, 4 * slots * (rows + 1)
-    return 4 * slots // turns, slots * (1 if w.quantizes_activations else 2) * rows
+        return 4 * num_inputs, 4 * num_inputs * (rows + 1)
+    return 4 * num_inputs // turns, num_inputs * (1 if w.quantizes_activations else 2) * rows
 
 
 def multiply(x: Any, w: Any) -> Any:

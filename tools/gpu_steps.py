@@ -83,7 +83,7 @@ def program(
     layers = layers or MODELS[step.model]["num_hidden_layers"]
     family, config = read_config({**MODELS[step.model], "num_hidden_layers": layers})
     storage = Storage("bfloat16", step.format, keeps_bfloat16=True)
-    slots = [(slot, _weight(slot, config, storage)) for slot in config.slots()]
+    slots = [(slot, _weight(slot, config, storage)) for slot in config.params()]
     tables = tuple(
         RopeTable(*[Struct((CONTEXT, dim // 2), jnp.float32)] * 2) for dim in config.rope_dims
     )

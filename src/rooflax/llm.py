@@ -28,7 +28,7 @@ from rooflax.engine.request_checks import check_prompt
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import Sequence as EngineSequence
 from rooflax.engine.sequence import with_siblings
-from rooflax.engine.steps import StepFunctions
+from rooflax.engine.step_functions import StepFunctions
 from rooflax.errors import RequestError
 from rooflax.fields.declaration import check_names, takes
 from rooflax.fields.kinds import is_whole

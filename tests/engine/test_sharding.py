@@ -66,7 +66,7 @@ def check_bytes(model, mesh, one, many):
     """Each device holds 1/N of what is split N ways, the vocabulary padded, and all of the rest."""
     _, config = read_config(CONFIGS[model])
     shards = parse_mesh(mesh)
-    slots = list(config.slots())
+    slots = list(config.params())
     config = config_on(config, shards)
     whole, part = config.axis_sizes, part_sizes(config, shards)
     assert whole["vocab"] == 263 and part["vocab"] == -(-263 // shards.tensor)

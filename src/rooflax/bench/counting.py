@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.kv_cache import bytes_per_token
 from rooflax.nn.storage import Storage
-from rooflax.nn.weights import Slot
+from rooflax.nn.weights import Param
 
 LOOKUPS = ("embed", "position", "per_layer.embed")
 """Tables of which a step reads one row per token, unless the head is tied to them."""
@@ -86,11 +86,11 @@ def _cost(
         seen: of a layer by its window, query-key pairs, and tokens whose key and value are read.
     """
     num_bytes = kv_bytes = operations = 0
-    for slot in config.slots():
-        size = math.prod(slot.line.shape(config.axis_sizes))
-        rows, share = _use(slot, config, tokens, logit_rows)
-        num_bytes += int(storage.of(slot, config).num_bytes() * share)
-        if len(slot.line.axis_names) > 1:
+    for param in config.params():
+        size = math.prod(param.line.shape(config.axis_sizes))
+        rows, share = _use(param, config, tokens, logit_rows)
+        num_bytes += int(storage.of(param, config).num_bytes() * share)
+        if len(param.line.axis_names) > 1:
             operations += int(2 * size * rows)
     groups = config.groups
     for layer in groups.attending():
@@ -101,20 +101,20 @@ def _cost(
     return StepCost(num_bytes, kv_bytes, operations)
 
 
-def _use(slot: Slot, config: Decoder, tokens: int, logit_rows: int) -> tuple[float, float]:
+def _use(param: Param, config: Decoder, tokens: int, logit_rows: int) -> tuple[float, float]:
     """(rows that a weight multiplies, share of it that is read)."""
-    names = slot.line.axis_names
-    is_bias = slot.line.init == "zeros"
+    names = param.line.axis_names
+    is_bias = param.line.init == "zeros"
     if config.moe is not None and names[0] == "experts" and len(names) > 1:
         chosen, total = config.moe.experts_per_token, config.moe.num_experts
         share = expected_experts(total, chosen, tokens) / total
         return (0.0 if is_bias else tokens * chosen / total), share
-    is_head = slot.key == "lm_head" or (slot.key == "embed" and config.tied_embeddings)
+    is_head = param.key == "lm_head" or (param.key == "embed" and config.tied_embeddings)
     if is_head:
         return logit_rows, 1.0
-    if slot.key in LOOKUPS:
-        rows = slot.line.shape(config.axis_sizes)[0]
+    if param.key in LOOKUPS:
+        rows = param.line.shape(config.axis_sizes)[0]
         return 0.0, min(1.0, tokens / rows)
-    if "->" not in slot.line.axes:
+    if "->" not in param.line.axes:
         return 0.0, 1.0
     return tokens, 1.0

@@ -12,7 +12,7 @@ from rooflax.bench.plots import Plot, plots, row_labels
 from rooflax.bench.report import ablation_cells, ceilings_of, options_of, share_of
 from rooflax.errors import RequestError
 from rooflax.files import replacing
-from rooflax.models.memory import gib
+from rooflax.nn.execution import gib
 
 Result = dict[str, Any]
 Columns = tuple[tuple[str, Callable[[Result], str]], ...]

@@ -117,7 +117,7 @@ def fitted(kind: str, format: str, config: Decoder) -> Fit | None:
 
 def parameters(config: Decoder) -> int:
     """Number of parameters of a model."""
-    return sum(math.prod(slot.line.shape(config.axis_sizes)) for slot in config.slots())
+    return sum(math.prod(param.line.shape(config.axis_sizes)) for param in config.params())
 
 
 def predict(plan: Plan) -> dict[str, Any] | None:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from rooflax.models.memory import gib
-from rooflax.nn.execution import ExecutionOptions
+from rooflax.nn.execution import ExecutionOptions, gib
 
 Result = dict[str, Any]
 HEADER = (

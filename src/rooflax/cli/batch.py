@@ -17,17 +17,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from rooflax.cli import flags, terminal
 from rooflax.cli.bench_serve import server_at
+from rooflax.cli.lines import text_lines
 from rooflax.cli.own_server import own_server, words_of
 from rooflax.cli.parser import Parser, at_least_one
 from rooflax.errors import RequestError
-from rooflax.files import only_writer, read_input, read_regular, replacing
-
-if TYPE_CHECKING:
-    from rooflax.http_client import Client, Reply
+from rooflax.files import only_writer, read_regular, replacing
+from rooflax.http_client import Client, Reply, reason
 
 SUMMARY = "answer a file in OpenAI's batch format"
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
@@ -95,10 +94,7 @@ def _answer(args: argparse.Namespace, requests: list[BatchRequest]) -> int:
                 own_server(args.model, words_of("--serve-flags", args.serve_flags or ""))
             )
             server = server_at(url, args.api_key)
-            from rooflax.http_client import Client
-
-            client = Client(server)
-            asked = _ask_all(client, todo, args.concurrency, file, show)
+            asked = _ask_all(Client(server), todo, args.concurrency, file, show)
             failed = asyncio.run(asked)
     if not args.quiet:
         kept = f"; {len(requests) - len(todo)} were answered already" if done else ""
@@ -130,9 +126,7 @@ def read_requests(path: str) -> list[BatchRequest]:
     """
     requests: list[BatchRequest] = []
     names = set[str]()
-    for number, line in enumerate(_lines(path), start=1):
-        if not line.strip():
-            continue
+    for number, line in text_lines(path):
         try:
             raw = json.loads(line)
         except (ValueError, RecursionError):
@@ -160,14 +154,6 @@ def _request(raw: Any) -> BatchRequest:
     if raw["body"].get("stream"):
         raise RequestError("a batch has no streams; drop stream.")
     return BatchRequest(raw["custom_id"], raw["url"], raw["body"])
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return read_input(path).decode("utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise RequestError(f"{path} cannot be read: {why}.", param="input") from None
 
 
 def answered(path: str) -> set[str]:
@@ -234,8 +220,6 @@ async def _ask_all(
 def _reason(answer: dict[str, Any]) -> str:
     if answer["error"] is not None:
         return str(answer["error"]["message"])[:MOST_SAID]
-    from rooflax.http_client import reason
-
     said = reason(answer["response"]["body"])
     return (said or f"status {answer['response']['status_code']}")[:MOST_SAID]
 

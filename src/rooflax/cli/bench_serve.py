@@ -12,10 +12,10 @@ from rooflax.cli import flags, terminal
 from rooflax.cli.own_server import own_server, words_of
 from rooflax.cli.parser import Parser, at_least_one, number, whole
 from rooflax.errors import RequestError
+from rooflax.http_client import Server
 
 if TYPE_CHECKING:
     from rooflax.bench.load import ServerLoad
-    from rooflax.http_client import Server
 
 SUMMARY = "measure an OpenAI server under load"
 
@@ -83,8 +83,6 @@ def run(args: argparse.Namespace) -> int:
 
 def server_at(url: str, key: str | None) -> Server:
     """The server of a flag, with its key."""
-    from rooflax.http_client import Server
-
     return Server.of(url, key or os.environ.get("ROOFLAX_API_KEY", "").split(",")[0] or None)
 
 

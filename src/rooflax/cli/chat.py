@@ -20,6 +20,7 @@ from rooflax.conversation import Conversation
 from rooflax.errors import CheckpointError, EngineError, RequestError, RooflaxError
 from rooflax.loading.harmony import FINAL, HarmonyFilter, speaks_harmony
 from rooflax.models.presets import CHAT_NAME
+from rooflax.nn.execution import gib
 from rooflax.signals import stop_asked
 
 if TYPE_CHECKING:
@@ -121,7 +122,6 @@ def _greet(conversation: Conversation) -> None:
 def size_line(llm: LLM) -> str:
     """Line with the model and its size; for the embedded model also its abilities."""
     from rooflax.cli.models import billions
-    from rooflax.models.memory import gib
 
     name = llm.info.name
     size = f"{billions(llm.info.config.num_parameters)} parameters"

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rooflax.cli import terminal
 from rooflax.cli.bench_serve import server_at
@@ -20,9 +20,19 @@ from rooflax.errors import EngineError, RequestError
 from rooflax.fields.declaration import CHAT
 from rooflax.fields.kinds import is_whole as is_whole_number
 from rooflax.fields.sampling import SAMPLING
-
-if TYPE_CHECKING:
-    from rooflax.http_client import Server
+from rooflax.http_client import (
+    MOST_LINE,
+    TOO_LONG,
+    BadAnswer,
+    Chunks,
+    Server,
+    choices,
+    event,
+    most_of,
+    part,
+    reason,
+    too_long,
+)
 
 MEANT = (
     "model", "url", "api_key", "system", "prompt", "show_thinking", "quiet", "verbose",
@@ -107,8 +117,6 @@ def _turn(server: Server, body: dict[str, Any], shows_thinking: bool, speed: Spe
         RequestError: the server rejects the question.
         EngineError: it does not answer, or fails.
     """
-    from rooflax.http_client import BadAnswer
-
     kind = http.client.HTTPSConnection if server.is_tls else http.client.HTTPConnection
     connection = kind(server.host, server.port, timeout=SILENCE_S)
     answer, is_thinking, wrap = "", False, LineWrapper()
@@ -154,8 +162,6 @@ def _pieces(reply: http.client.HTTPResponse, speed: Speed) -> Iterator[tuple[str
         EngineError: the server fails while answering.
         BadAnswer: it is no such answer, or ends before its end.
     """
-    from rooflax.http_client import BadAnswer, choices, event, part
-
     is_whole = has_begun = False
     for data in _events(reply):
         has_begun = True
@@ -163,7 +169,7 @@ def _pieces(reply: http.client.HTTPResponse, speed: Speed) -> Iterator[tuple[str
             return
         chunk = event(data)
         if chunk.get("error") is not None:
-            _fail(chunk)
+            raise EngineError(reason(chunk) or "the server gives no reason")
         for choice in choices(chunk):
             is_whole |= choice.get("finish_reason") is not None
             delta = part(choice, "delta", dict)
@@ -179,8 +185,6 @@ def _pieces(reply: http.client.HTTPResponse, speed: Speed) -> Iterator[tuple[str
 
 def _events(reply: http.client.HTTPResponse) -> Iterator[bytes]:
     """The data of server-sent events; each is one line."""
-    from rooflax.http_client import MOST_LINE, TOO_LONG, BadAnswer
-
     rest = b""
     for data in _body(reply):
         *lines, rest = (rest + data).split(b"\n")
@@ -197,8 +201,6 @@ def _body(reply: http.client.HTTPResponse) -> Iterator[bytes]:
     Raises:
         BadAnswer: it is too long, or has no length that can be read.
     """
-    from rooflax.http_client import BadAnswer, Chunks, most_of, too_long
-
     if not reply.chunked and reply.length is None and reply.headers["content-length"] is not None:
         raise BadAnswer("the server's answer has a Content-Length that is not a number")
     chunks = Chunks() if reply.chunked else None
@@ -214,8 +216,6 @@ def _body(reply: http.client.HTTPResponse) -> Iterator[bytes]:
 
 
 def _reject(reply: http.client.HTTPResponse) -> None:
-    from rooflax.http_client import reason
-
     body = b"".join(_body(reply))
     try:
         said = reason(json.loads(body))
@@ -224,9 +224,3 @@ def _reject(reply: http.client.HTTPResponse) -> None:
     status = reply.status
     kind = EngineError if status >= 500 and status != 503 else RequestError
     raise kind(said or f"status {status}")
-
-
-def _fail(chunk: dict[str, Any]) -> None:
-    from rooflax.http_client import reason
-
-    raise EngineError(reason(chunk) or "the server gives no reason")

@@ -12,6 +12,8 @@ from typing import Any
 from rooflax import __version__
 from rooflax.cli import flags, platform, terminal
 from rooflax.cli.parser import Parser
+from rooflax.nn.execution import ExecutionOptions, gib
+from rooflax.nn.host_memory import available_bytes
 
 SUMMARY = "devices, kernels, caches and versions"
 TAKES_MODEL = False
@@ -75,8 +77,6 @@ def devices() -> list[dict[str, Any]]:
 
 def host() -> dict[str, Any]:
     """Threads and memory."""
-    from rooflax.nn.host_memory import available_bytes
-
     stated = os.environ.get(platform.THREADS_VARIABLE)
     return {
         "cores": os.cpu_count(),
@@ -118,7 +118,6 @@ def kernels() -> dict[str, dict[str, str]]:
 def defaults() -> dict[str, str]:
     """Defaults on this machine of settings that no flag sets."""
     from rooflax.engine.compilation import compiler_options
-    from rooflax.nn.execution import ExecutionOptions
     from rooflax.ops.dot import FLOAT32
 
     options = asdict(ExecutionOptions())
@@ -202,6 +201,4 @@ def _section(title: str, rows: list[tuple[str, ...]]) -> None:
 
 
 def _size(count: int | None) -> str:
-    from rooflax.models.memory import gib
-
     return "" if count is None else gib(count)

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from rooflax.cli import flags, terminal
-from rooflax.cli.lines import open_lines, text_lines
+from rooflax.cli.lines import json_lines, open_lines
 from rooflax.cli.parser import Parser, whole
 from rooflax.cli.session import open_llm
 from rooflax.errors import RequestError
-from rooflax.files import only_writer, open_regular
+from rooflax.files import only_writer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -124,14 +124,7 @@ def read_texts(path: str) -> Iterator[Text]:
     Raises:
         RequestError: naming the line.
     """
-    is_text = None
-    for number, line in _lines(path):
-        if is_text is None:
-            is_text = line.lstrip()[0] not in '{["'
-        try:
-            raw: Any = line.rstrip("\r") if is_text else json.loads(line)
-        except (ValueError, RecursionError):
-            raise RequestError(f"Line {number} of {path} is not JSON.") from None
+    for number, raw in json_lines(path, "text", begins='{["'):
         name = number
         if isinstance(raw, dict) and raw.keys() <= {"id", "text"}:
             raw, name = raw.get("text"), raw.get("id", number)
@@ -140,22 +133,6 @@ def read_texts(path: str) -> Iterator[Text]:
                 f"Line {number} of {path} must be a text, or an object with text and perhaps id."
             )
         yield number, name, raw
-
-
-def _lines(path: str) -> Iterator[tuple[int, str]]:
-    """Lines that are not empty, each with its number."""
-    if path == "-" or not Path(path).is_file():
-        yield from text_lines(path)
-        return
-    try:
-        with open_regular(path) as file:
-            for number, raw in enumerate(file, start=1):
-                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\n")
-                if line.strip():
-                    yield number, line
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise RequestError(f"{path} cannot be read: {why}.", param="input") from None
 
 
 @contextmanager

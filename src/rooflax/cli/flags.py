@@ -21,6 +21,7 @@ from rooflax.fields.kinds import Choice, Flag, Kind, Number, Several, Whole
 from rooflax.fields.sampling import SAMPLING, Bias, Grammar, JsonSchema
 from rooflax.files import read_text
 from rooflax.loading.settings import ServingSettings
+from rooflax.models.presets import EMBEDDED, PREFIX
 from rooflax.nn.execution import (
     ExecutionOptions,
     Precision,
@@ -325,8 +326,6 @@ def find_arguments(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         RequestError: a flag that has no meaning for this MODEL.
     """
-    from rooflax.models.presets import EMBEDDED, PREFIX
-
     made_here = args.model is None or args.model in EMBEDDED or args.model.startswith(PREFIX)
     for flag, is_set in (
         ("--revision", args.revision),

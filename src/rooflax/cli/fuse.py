@@ -11,6 +11,7 @@ from typing import Any
 
 from rooflax.cli import flags, platform, terminal
 from rooflax.cli.parser import Parser
+from rooflax.cli.quantize import check_output
 from rooflax.errors import RequestError
 from rooflax.files import only_writer
 from rooflax.signals import cleanup_on_sigterm
@@ -95,24 +96,9 @@ def _check_flags(args: argparse.Namespace) -> None:
     """
     if args.lora is None:
         raise RequestError("--lora names the adapter to merge; give its folder.")
-    path = Path(args.output)
-    if args.gguf is None:
-        if args.adapter_only:
-            raise RequestError("--adapter-only writes a GGUF file; say its type with --gguf.")
-        if path.suffix == ".gguf":
-            raise RequestError(f"{path} is the name of a GGUF file; say its type with --gguf.")
-        if (path / "config.json").exists() and not args.force:
-            raise RequestError(
-                f"{path} holds a model; give another folder, or replace it with --force."
-            )
-        return
-    for flag, is_set in (("--quantize", args.quantize), ("--dtype", "dtype" in args.stated)):
-        if is_set:
-            raise RequestError(f"{flag} is given beside --gguf, which says the type; leave it out.")
-    if path.is_dir() or path.suffix != ".gguf":
-        raise RequestError(f"{path} must be the name of a file that ends in .gguf.")
-    if path.exists() and not args.force:
-        raise RequestError(f"{path} exists; give another name, or replace it with --force.")
+    if args.gguf is None and args.adapter_only:
+        raise RequestError("--adapter-only writes a GGUF file; say its type with --gguf.")
+    check_output(args, "quantize", "dtype")
 
 
 def _write_folder(args: argparse.Namespace, merged: Any) -> list[str]:

@@ -10,16 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rooflax.cli import flags, terminal
+from rooflax.cli import flags, lines, terminal
+from rooflax.cli.lines import DEFAULT_MAX_TOKENS
 from rooflax.cli.parser import Parser
+from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import EngineError, RequestError
 
 if TYPE_CHECKING:
-    from rooflax.engine.sampling_params import SamplingParams
     from rooflax.llm import LLM, Completion, Delta
 
 SUMMARY = "continue a prompt, streaming to stdout"
-DEFAULT_MAX_TOKENS = 256
 
 
 def add_flags(parser: Parser) -> None:
@@ -55,8 +55,6 @@ def run(args: argparse.Namespace) -> int:
     params = flags.sampling_params(args)
     _check_files(args)
     if args.input is not None:
-        from rooflax.cli import lines
-
         return lines.run(open_llm(args), args, params)
     if args.prompt is None and args.model and not is_model(args.model):
         raise RequestError(

@@ -18,7 +18,7 @@ from rooflax.cli.main import parser_of, with_flags
 from rooflax.cli.models import billions
 from rooflax.cli.parser import Parser, at_least_one
 from rooflax.errors import RequestError
-from rooflax.nn.execution import ExecutionOptions
+from rooflax.nn.execution import ExecutionOptions, gib
 from rooflax.nn.layout import STATE
 from rooflax.nn.shards import Shards, parse_mesh
 
@@ -170,8 +170,8 @@ def weights(info: ModelInfo) -> dict[str, Any]:
 
     config = info.config
     parts: Counter[str] = Counter()
-    for slot in config.slots():
-        parts[_part(slot.key)] += math.prod(slot.line.shape(config.axis_sizes))
+    for param in config.params():
+        parts[_part(param.key)] += math.prod(param.line.shape(config.axis_sizes))
     total = sum(parts.values())
     rows = {
         "parameters": total,
@@ -345,8 +345,6 @@ def _architecture_rows(known: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _weight_rows(known: dict[str, Any]) -> list[tuple[str, ...]]:
-    from rooflax.models.memory import gib
-
     total = known["parameters"]
     rows = [("parameters", billions(total), "")]
     for part, count in known["parameters_by_part"].items():
@@ -366,8 +364,6 @@ def _memory_title(known: dict[str, Any]) -> str:
 
 
 def _memory_rows(known: dict[str, Any]) -> list[tuple[str, ...]]:
-    from rooflax.models.memory import gib
-
     rows = [
         ("weights", gib(known["weights_bytes"]), known["format"]),
         *_dequantized_rows(known["dequantized_bytes"]),
@@ -382,16 +378,12 @@ def _memory_rows(known: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _dequantized_rows(nbytes: int) -> list[tuple[str, ...]]:
-    from rooflax.models.memory import gib
-
     said = "as numbers: no format holds their codes"
     return [("  dequantized", gib(nbytes), said)] if nbytes else []
 
 
 def _state_rows(known: dict[str, Any] | None) -> list[tuple[str, ...]]:
     """Rows for the part of the KV cache that recurrent layers take."""
-    from rooflax.models.memory import gib
-
     if known is None:
         return []
     each, snapshots = known["row_bytes"], known["num_snapshots"]
@@ -403,8 +395,6 @@ def _state_rows(known: dict[str, Any] | None) -> list[tuple[str, ...]]:
 
 
 def _offloading_section(known: dict[str, Any] | None) -> list[str]:
-    from rooflax.models.memory import gib
-
     if known is None:
         return []
     rows = [
@@ -417,8 +407,6 @@ def _offloading_section(known: dict[str, Any] | None) -> list[str]:
 
 
 def _mesh_section(known: dict[str, Any] | None) -> list[str]:
-    from rooflax.models.memory import gib
-
     if known is None:
         return []
     parts = ("weights", "kv_cache", "workspace", "total")
@@ -431,8 +419,6 @@ def _mesh_section(known: dict[str, Any] | None) -> list[str]:
 
 def _padding_section(known: dict[str, Any]) -> list[str]:
     """Rows for padding to tile sizes, if there is any."""
-    from rooflax.models.memory import gib
-
     where = {
         "head_dim": "heads in the KV cache",
         "block_size": "ends of KV blocks",

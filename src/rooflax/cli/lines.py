@@ -9,6 +9,7 @@ samples all as `samples`. A second run appends to the answers that the file has.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 from collections.abc import Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
@@ -17,17 +18,17 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from rooflax.cli import terminal
-from rooflax.cli.generate import DEFAULT_MAX_TOKENS
 from rooflax.cli.statistics import sample
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import EngineError, RequestError, RooflaxError
-from rooflax.files import only_writer, read_input
+from rooflax.files import only_writer, open_regular, read_input
 from rooflax.inputs import FIELDS
 
 if TYPE_CHECKING:
     from rooflax.completion import Completion
     from rooflax.llm import LLM
 
+DEFAULT_MAX_TOKENS = 256
 BEGIN = b'{"id": '
 """Of every line of the output."""
 AT_ONCE = 8
@@ -63,33 +64,38 @@ def run(llm: LLM, args: argparse.Namespace, params: SamplingParams) -> int:
     return 0
 
 
-def text_lines(path: str) -> list[tuple[int, str]]:
-    """A file's or a pipe's lines that are not empty, each with its number; "-" is stdin.
+def text_lines(path: str) -> Iterator[tuple[int, str]]:
+    """A file's lines that are not empty as they are needed, or a pipe's; each with its number. "-"
+    is stdin.
 
     Raises:
         RequestError: the file cannot be read.
     """
+    is_file = path != "-" and Path(path).is_file()
     try:
-        lines = read_input(path).decode("utf-8-sig").split("\n")
+        with open_regular(path) if is_file else io.BytesIO(read_input(path)) as file:
+            for number, raw in enumerate(file, start=1):
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\n")
+                if line.strip():
+                    yield number, line
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise RequestError(f"{path} cannot be read: {why}.", param="input") from None
-    return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
-def json_lines(path: str, text: str) -> Iterator[tuple[int, Any]]:
+def json_lines(path: str, text: str, begins: str = "{[") -> Iterator[tuple[int, Any]]:
     """The values of a file's lines that are not empty, each with its number.
 
     Args:
-        text: the key of a plain text in an object; all lines are texts unless the first begins as
-            JSON.
+        text: the key of a plain text in an object.
+        begins: all lines are texts unless the first begins with one of these.
 
     Raises:
         RequestError: the file cannot be read, or naming the line that is not JSON.
     """
-    lines = text_lines(path)
-    is_text = lines and lines[0][1].lstrip()[0] not in "{["
-    for number, line in lines:
+    is_text = None
+    for number, line in text_lines(path):
+        is_text = line.lstrip()[0] not in begins if is_text is None else is_text
         try:
             yield number, {text: line.rstrip("\r")} if is_text else json.loads(line)
         except (ValueError, RecursionError):

@@ -7,6 +7,10 @@ from typing import Any
 
 from rooflax.cli import flags, terminal
 from rooflax.cli.parser import Parser
+from rooflax.errors import RooflaxError
+from rooflax.loading.json_files import read_config_json
+from rooflax.models.presets import EMBEDDED, PREFIX, PRESETS
+from rooflax.nn.execution import gib
 
 SUMMARY = "list and remove downloaded models"
 TAKES_MODEL = False
@@ -22,7 +26,6 @@ def add_flags(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Lists, or removes one and says what became free."""
     from rooflax.loading import hub
-    from rooflax.models.memory import gib
 
     if args.remove is not None:
         freed = hub.remove(args.remove)
@@ -42,7 +45,6 @@ def run(args: argparse.Namespace) -> int:
 def document() -> dict[str, Any]:
     """The three lists, as `--json` prints them."""
     from rooflax.loading.hub import cached_models
-    from rooflax.models.presets import PREFIX, PRESETS
 
     return {
         "downloaded": [
@@ -58,10 +60,7 @@ def document() -> dict[str, Any]:
 
 def embedded() -> list[dict[str, Any]]:
     """The embedded models that this installation has whole."""
-    from rooflax.errors import RooflaxError
-    from rooflax.loading.json_files import read_config_json
     from rooflax.loading.model_info import embedded_folder
-    from rooflax.models.presets import EMBEDDED
 
     rows = []
     for name in EMBEDDED:
@@ -84,8 +83,6 @@ def architecture(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _print(listing: dict[str, Any]) -> None:
-    from rooflax.models.memory import gib
-
     print("downloaded")
     rows = [(m["model"], gib(m["bytes"])) for m in listing["downloaded"]]
     _print_rows(rows or [("none", "")], right=(1,))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rooflax.cli import flags, platform, terminal
 from rooflax.cli.parser import Parser
 from rooflax.cli.session import find_plan, open_llm
+from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import RequestError
 from rooflax.files import only_writer
 from rooflax.nn.execution import ExecutionOptions
@@ -62,14 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write_folder(args: argparse.Namespace) -> dict[str, Any]:
-    if Path(args.output).suffix == ".gguf":
-        raise RequestError(f"{args.output} is the name of a GGUF file; say its type with --gguf.")
-    if Path(args.output).is_file():
-        raise RequestError(f"{args.output} is a file; give the name of a folder.")
-    if (Path(args.output) / "config.json").exists() and not args.force:
-        raise RequestError(
-            f"{args.output} holds a model; give another folder, or replace it with --force."
-        )
+    check_output(args)
     options = ExecutionOptions(layers="unrolled")
     if args.calibrate is None:
         llm = open_llm(args, options=options)
@@ -90,6 +84,37 @@ def _write_folder(args: argparse.Namespace) -> dict[str, Any]:
         "weights_bytes": model.weights_bytes,
         "file_bytes": (Path(args.output) / "model.safetensors").stat().st_size,
     }
+
+
+def check_output(args: argparse.Namespace, *of_folders: str) -> None:
+    """
+    Args:
+        of_folders: flags that say nothing of a GGUF file.
+
+    Raises:
+        RequestError: the output's name is not one of a folder, or with --gguf of such a file; or it
+            is taken.
+    """
+    path = Path(args.output)
+    if args.gguf is None:
+        if path.suffix == ".gguf":
+            raise RequestError(f"{path} is the name of a GGUF file; say its type with --gguf.")
+        if path.is_file():
+            raise RequestError(f"{path} is a file; give the name of a folder.")
+        if (path / "config.json").exists() and not args.force:
+            raise RequestError(
+                f"{path} holds a model; give another folder, or replace it with --force."
+            )
+        return
+    for name in of_folders:
+        if name in args.stated:
+            raise RequestError(
+                f"--{name} is given beside --gguf, which says the type; leave it out."
+            )
+    if path.is_dir() or path.suffix != ".gguf":
+        raise RequestError(f"{path} must be the name of a file that ends in .gguf.")
+    if path.exists() and not args.force:
+        raise RequestError(f"{path} exists; give another name, or replace it with --force.")
 
 
 def _calibrated(args: argparse.Namespace, options: ExecutionOptions) -> tuple[Plan, Model]:
@@ -116,8 +141,6 @@ def _calibrated(args: argparse.Namespace, options: ExecutionOptions) -> tuple[Pl
 
 def _own_text(llm: LLM) -> list[int]:
     """Tokens that a model writes when nothing is asked."""
-    from rooflax.engine.sampling_params import SamplingParams
-
     length = min(OWN_TOKENS, llm.max_model_len)
     first = llm.tokenizer.bos_id if llm.tokenizer.bos_id is not None else llm.tokenizer.eos_id
     start = [0 if first is None else first]
@@ -130,14 +153,7 @@ def _own_text(llm: LLM) -> list[int]:
 
 def _write_gguf(args: argparse.Namespace) -> dict[str, Any]:
     path = Path(args.output)
-    stated = {"--quantize": args.quantize, "--dtype": args.dtype, "--calibrate": args.calibrate}
-    for flag, value in stated.items():
-        if value is not None:
-            raise RequestError(f"{flag} is given beside --gguf, which says the type; leave it out.")
-    if path.is_dir() or path.suffix != ".gguf":
-        raise RequestError(f"{path} must be the name of a file that ends in .gguf.")
-    if path.exists() and not args.force:
-        raise RequestError(f"{path} exists; give another name, or replace it with --force.")
+    check_output(args, "quantize", "dtype", "calibrate")
     where = flags.find_arguments(args)
     with terminal.status("starting JAX", args.quiet):
         platform.start_jax(args)

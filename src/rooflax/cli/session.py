@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, platform, terminal
 from rooflax.loading.settings import EngineSettings
+from rooflax.nn.execution import ExecutionOptions
+from rooflax.nn.shards import parse_mesh
 
 if TYPE_CHECKING:
     from rooflax.async_llm import AsyncLLM
     from rooflax.llm import LLM
     from rooflax.loading.plan import Plan
-    from rooflax.nn.execution import ExecutionOptions
 
 
 def open_llm(args: argparse.Namespace, **settings: Any) -> LLM:
@@ -79,8 +80,6 @@ def _checked(
     settings = {"dtype": precision.dtype, "kv_dtype": precision.kv_dtype} | settings
     mesh_text = getattr(args, "mesh", None)
     if mesh_text is not None:
-        from rooflax.nn.shards import parse_mesh
-
         parse_mesh(mesh_text)
     platform.check_processes(args)
     return options, flags.find_arguments(args), settings

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from rooflax.cli.terminal import is_terminal, say, seconds
 from rooflax.errors import EngineError
+from rooflax.nn.execution import gib
+from rooflax.nn.host_memory import peak_rss_bytes
 
 if TYPE_CHECKING:
     from rooflax.llm import LLM, Completion
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
 
 def memory(llm: LLM) -> dict[str, int | None]:
     """The "memory" of `generate --json`."""
-    from rooflax.nn.host_memory import peak_rss_bytes
-
     held = bytes_per_device(llm.model.weights)
     if llm.offload_plan is not None:  # one device, and layers that come and go
         held = llm.model.weights_bytes
@@ -77,8 +77,6 @@ def lines(
     offloaded: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """The table's lines."""
-    from rooflax.models.memory import gib
-
     first = completions[0]
     times = first.timings
     count = sum(len(c.tokens) for c in completions)
@@ -110,8 +108,6 @@ def lines(
 
 
 def _offloading_lines(offloaded: Mapping[str, Any] | None) -> list[str]:
-    from rooflax.models.memory import gib
-
     if offloaded is None:
         return []
     layers = f"{offloaded['layers_offloaded']} of {offloaded['layers']} layers"

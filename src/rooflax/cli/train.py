@@ -16,6 +16,8 @@ from rooflax.cli.statistics import counted
 from rooflax.errors import CheckpointError, RequestError
 from rooflax.fields.declaration import declarations
 from rooflax.files import only_writer, read_regular, replacing
+from rooflax.loading.json_files import read_json_object
+from rooflax.nn.execution import ExecutionOptions, gib
 from rooflax.train.config import (
     DEFAULTS,
     DORA,
@@ -27,7 +29,20 @@ from rooflax.train.config import (
     DataConfig,
     TrainConfig,
 )
-from rooflax.train.corpus import HUB, dataset_files
+from rooflax.train.corpus import (
+    HUB,
+    Document,
+    Prompt,
+    Row,
+    dataset_files,
+    documents,
+    file_documents,
+    file_prompts,
+    folder_documents,
+    hub_values,
+    prompts,
+    split_held_out,
+)
 from rooflax.train.trackers import TRACKERS, tracker_module, tracking
 
 if TYPE_CHECKING:
@@ -35,7 +50,6 @@ if TYPE_CHECKING:
     from rooflax.loading.tokenizer import Tokenizer
     from rooflax.models.model import Model
     from rooflax.rl.rollouts import Rollouts
-    from rooflax.train.corpus import Prompt, Row
     from rooflax.train.data import Corpus
     from rooflax.train.loop import TrainResult
 
@@ -96,16 +110,16 @@ def _add_settings(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trains; 130 if it was interrupted (and saved)."""
-    given = {field.name: getattr(args, field.name) for field in fields(TrainConfig)}
+    values = {field.name: getattr(args, field.name) for field in fields(TrainConfig)}
     kind = FULL if args.fine_tune_type == FULL else LORA
     if args.config is not None:
         kind = "new weights"
     elif args.train_mode != SFT:
         kind += ", not sft"
     for name, value in DEFAULTS[kind].items():
-        if given[name] is None:
-            given[name] = value
-    config, data = TrainConfig(**given), DataConfig(**flags.values_of(args, DataConfig))
+        if values[name] is None:
+            values[name] = value
+    config, data = TrainConfig(**values), DataConfig(**flags.values_of(args, DataConfig))
     _check_flags(args)
     platform.start_jax(args)
     out = Path(args.out)
@@ -365,19 +379,23 @@ def _rollouts(
     settings = _data_settings(args, data, config.seq_len) | {"config": None}
     _note_data(args, data, settings, out, lambda: _digest(_parts(args, data)))
     config = config.resolved(len(training) * config.num_generations, tokens_at_once())
-    if not args.quiet:
-        tested = f", {len(test)} to test" if test else ""
-        size = counted(len(training), "prompt")
-        terminal.say(f"{size} to train on, {len(held_out)} held out{tested}")
+    _say_sizes(args, "prompt", training, held_out, test)
     length = min(config.seq_len + 1, start.config.max_position)
     llm = _engine(args, start, max_num_seqs=config.batch_size, max_model_len=length)
     return config, Rollouts(llm, training, held_out, test, reward, config)
 
 
+def _say_sizes(args: argparse.Namespace, noun: str, *parts: list[Any]) -> None:
+    if not args.quiet:
+        training, held_out, test = parts
+        tested = f", {len(test)} to test" if test else ""
+        size = counted(len(training), noun)
+        terminal.say(f"{size} to train on, {len(held_out)} held out{tested}")
+
+
 def _engine(args: argparse.Namespace, start: _Start, **settings: Any) -> LLM:
     """The model that training starts from, ready to generate."""
     from rooflax.llm import LLM
-    from rooflax.nn.execution import ExecutionOptions
 
     with terminal.status("loading the model", args.quiet):
         return LLM(
@@ -399,18 +417,18 @@ def _read_note(note: Path) -> dict[str, Any]:
 def _data_settings(args: argparse.Namespace, data: DataConfig, seq_len: int) -> dict[str, Any]:
     """What the token files depend on."""
     names = ("tokenizer", "vocab_size", "model")
-    found = {"data": [str(path) for path in args.data]} | {n: getattr(args, n) for n in names}
+    settings = {"data": [str(path) for path in args.data]} | {n: getattr(args, n) for n in names}
     mode = {} if args.train_mode == SFT else {"train_mode": args.train_mode}
-    return found | asdict(data) | {"seq_len": seq_len} | mode
+    return settings | asdict(data) | {"seq_len": seq_len} | mode
 
 
 def _difference(
-    found: dict[str, Any], info: dict[str, Any], args: argparse.Namespace, data: DataConfig
+    noted: dict[str, Any], info: dict[str, Any], args: argparse.Namespace, data: DataConfig
 ) -> str:
     """What a run's data.json says otherwise. Text that is gone is not looked for: the token files
     are there."""
-    digest = found.pop(DIGEST, None)  # 0.1.0 wrote none
-    if found != info:
+    digest = noted.pop(DIGEST, None)  # 0.1.0 wrote none
+    if noted != info:
         return (
             "other data or masks, another tokenizer, seq_len or another config; give the same "
             "flags to go on, or"
@@ -422,39 +440,30 @@ def _difference(
 
 
 def _digest(parts: dict[str, list[Any]]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for part, rows in parts.items():
         for row in rows:
             try:
-                found.update(json.dumps([part, *asdict(row).values()]).encode())
+                digest.update(json.dumps([part, *asdict(row).values()]).encode())
             except RecursionError:
                 raise RequestError(f"{row.name} has a row that is nested too deeply.") from None
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 def _parts(args: argparse.Namespace, data: DataConfig) -> dict[str, list[Any]]:
     """The rows of each part; those to be held out of the first are still in it."""
-    from rooflax.train.corpus import (
-        documents,
-        file_documents,
-        file_prompts,
-        folder_documents,
-        hub_values,
-        prompts,
-    )
-
     is_grpo = args.train_mode == GRPO
-    how: dict[str, Any] = {"field": data.text_field, "pairs": args.train_mode in PREFERENCES}
+    options: dict[str, Any] = {"field": data.text_field, "pairs": args.train_mode in PREFERENCES}
 
     def read(file: Path) -> Iterator[Row | Prompt]:
-        return file_prompts([file]) if is_grpo else file_documents([file], **how)
+        return file_prompts([file]) if is_grpo else file_documents([file], **options)
 
     parts: dict[str, list[Any]] = {part: [] for part in TOKEN_FILES}
     for named in args.data:
         path = Path(named)
         if named.startswith(HUB):
             for part, rows in hub_values(named).items():
-                parts[part] += prompts(rows) if is_grpo else documents(rows, **how)
+                parts[part] += prompts(rows) if is_grpo else documents(rows, **options)
             continue
         files = dataset_files(path) if data.glob is None else {}
         for part, file in files.items():
@@ -476,8 +485,6 @@ def _split(
     Raises:
         RequestError: nothing is left to train on.
     """
-    from rooflax.train.corpus import split_held_out
-
     training, held_out = parts["train"], parts["valid"]
     if not held_out:
         training, held_out = split_held_out(training, data.held_out_fraction)
@@ -502,10 +509,7 @@ def _encode(
     parts = _split(args, data, parts)
     training, held_out, test = parts.values()
     out.mkdir(parents=True, exist_ok=True)
-    if not args.quiet:
-        tested = f", {len(test)} to test" if test else ""
-        size = counted(len(training), "document")
-        terminal.say(f"{size} to train on, {len(held_out)} held out{tested}")
+    _say_sizes(args, "document", training, held_out, test)
     if args.vocab_size is not None:
         with terminal.status("training the tokenizer", args.quiet):
             _train_tokenizer(training, args.vocab_size, start, out)
@@ -528,15 +532,14 @@ def _write_tokens(
 ) -> list[str]:
     """Writes the token files; what is to be said of them."""
     from rooflax.train.data import separator_of, write_corpus
-    from rooflax.train.rows import Cuts, encode_pairs, encode_rows, has_whole_rows
+    from rooflax.train.rows import RowEncoder, has_whole_rows
 
-    separator = separator_of(tokenizer)
-    said, cuts = [], Cuts()
-    encode = encode_pairs if mode in PREFERENCES else encode_rows
+    said, encoder = [], RowEncoder(tokenizer, separator_of(tokenizer), data, seq_len)
+    encode = encoder.pairs if mode in PREFERENCES else encoder.rows
     for part, rows in parts.items():
         info = write_corpus(
             out / f"{TOKEN_FILES[part]}.bin",
-            encode(rows, tokenizer, separator, data, seq_len, cuts),
+            encode(rows),
             tokenizer.vocab_size,
             is_whole=has_whole_rows(rows),
         )
@@ -547,21 +550,19 @@ def _write_tokens(
             )
         if part == "train" and (data.masks or mode in PREFERENCES):
             said.append(f"{info.num_trained:,} of {info.num_tokens:,} tokens are trained")
-    if cuts.shortened:
-        left_out = f"; {cuts.dropped:,} of them train nothing and are left out"
-        rows = counted(cuts.shortened, "row")
-        said.append(f"{rows} cut to {seq_len + 1:,} tokens{left_out if cuts.dropped else ''}")
+    if encoder.shortened:
+        left_out = f"; {encoder.dropped:,} of them train nothing and are left out"
+        rows = counted(encoder.shortened, "row")
+        said.append(f"{rows} cut to {seq_len + 1:,} tokens{left_out if encoder.dropped else ''}")
     return said
 
 
 def _train_tokenizer(rows: list[Row], size: int, start: _Start, out: Path) -> None:
-    from rooflax.train.corpus import Document
     from rooflax.train.tokenizer_training import save_tokenizer, train_tokenizer
 
     if not all(isinstance(row, Document) for row in rows):
         raise RequestError("--vocab-size trains a tokenizer on texts, and --data has other rows.")
-    texts = (row.text for row in rows if isinstance(row, Document))
-    tokenizer = train_tokenizer(texts, size)
+    tokenizer = train_tokenizer((row.text for row in rows if isinstance(row, Document)), size)
     start.tokenizer_folder = out / "tokenizer"
     longest = start.config.max_position
     save_tokenizer(tokenizer, start.tokenizer_folder, model_max_length=longest)
@@ -584,7 +585,6 @@ def _tokenizer(start: _Start) -> Tokenizer:
 
 def _save(out: Path, start: _Start, result: TrainResult, dtype: str) -> Path:
     """The trained model as a Hugging Face folder, with its tokenizer."""
-    from rooflax.loading.json_files import read_json_object
     from rooflax.loading.save import companions, save_model
 
     files = companions(start.tokenizer_folder or out, TOKENIZER_FILES)
@@ -612,7 +612,6 @@ def _save(out: Path, start: _Start, result: TrainResult, dtype: str) -> Path:
 def _report_memory(
     args: argparse.Namespace, model: Model, config: TrainConfig, rollouts: Rollouts | None
 ) -> None:
-    from rooflax.models.memory import gib
     from rooflax.train.memory import training_memory
 
     parts = training_memory(model, config, rollouts)
@@ -632,18 +631,8 @@ def _save_adapter(out: Path, start: _Start, result: TrainResult) -> Path:
     assert adapter is not None
     assert info is not None
     with only_writer(folder):
-        replace_folder(
-            folder,
-            lambda new: save_adapter(
-                new,
-                adapter.matrices,
-                adapter.config,
-                info.family,
-                info.config,
-                info.name,
-                adapter.whole,
-            ),
-        )
+        parts = adapter.matrices, adapter.config, info.family, info.config, info.name, adapter.whole
+        replace_folder(folder, lambda new: save_adapter(new, *parts))
     return folder
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rooflax.cli import flags, terminal
 from rooflax.cli.parser import Parser, at_least_one
 from rooflax.cli.session import open_llm
+from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import RequestError
 
 if TYPE_CHECKING:
@@ -137,8 +138,6 @@ def compare(
     llm: LLM, prompts: list[list[int]], logits: list[Any], tokens: list[list[int]], count: int
 ) -> dict[str, Any]:
     """Our logits and greedy tokens against the reference's; the prompts run as one batch."""
-    from rooflax.engine.sampling_params import SamplingParams
-
     greedy = SamplingParams(
         temperature=0.0, repetition_penalty=1.0, max_tokens=count, ignore_eos=True
     )

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import re
 
-from rooflax.models.memory import gib, workspace_bytes
+from rooflax.models.memory import workspace_bytes
 from rooflax.models.offloading import AnyModel
 from rooflax.nn.device_memory import free_bytes
 from rooflax.nn.engine_config import EngineConfig
+from rooflax.nn.execution import gib
 
 _BYTES = re.compile(r"allocat\w* (?:a buffer of )?(?P<size>[\d.]+)\s?(?P<unit>[KMGT]i?B|bytes)?")
 _UNITS = {None: 1, "bytes": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}

@@ -1,6 +1,6 @@
 """The device's side of a step: forward, sampling, and several decode steps in one loop.
 
-Pure functions of fixed shape. `StepFunctions` compiles them (or not), over a mesh (or not).
+Pure functions of fixed shape; see `engine.step_functions` for how they are compiled.
 """
 
 from __future__ import annotations
@@ -11,20 +11,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from rooflax.engine import packing
-from rooflax.engine.buckets import StepKind
-from rooflax.engine.compilation import compiler_options
 from rooflax.engine.packing import StepLayout
 from rooflax.models.model import Model
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.kv_cache import KVCache, copy_blocks
-from rooflax.nn.layers import unstack_layers
 from rooflax.nn.layout import SCORED_AT_ONCE
-from rooflax.nn.mesh import cache_spec, shards_of, weights_specs
 from rooflax.nn.shards import Shards
 from rooflax.ops import sampling_columns
 from rooflax.ops.control import cond, while_loop
@@ -66,11 +61,6 @@ class StepInput:
     def rows(self) -> Int[Array, "B width"]:
         """A row per sequence; those that sample come first."""
         return self.layout.split(self.packed)[1]
-
-    @property
-    def num_sampled(self) -> Int[Array, ""]:
-        """Number of leading sequences that sample; the others' tokens mean nothing."""
-        return self.header[packing.NUM_SAMPLED]
 
     @property
     def slots(self) -> Int[Array, " B"]:
@@ -366,7 +356,7 @@ def _choose(
     exchange: Int[Array, " two"] | None = None,
 ) -> tuple[Int[Array, "B columns"], TokenCounts]:
     """Logits of each sequence's last token, and a choice for those that sample."""
-    last, num_rows = last_hidden(batch, hidden), step.num_sampled
+    last, num_rows = last_hidden(batch, hidden), step.header[packing.NUM_SAMPLED]
     logits = model.logits(last, options=options, shards=shards, num_rows=num_rows)
     sampled = sample(
         logits,
@@ -459,134 +449,3 @@ def _of_tokens(batch: Batch, tokens: Int[Array, " B"], positions: Int[Array, " B
         context_lens=positions + batch.query_lens,
         query_positions=positions,
     )
-
-
-class StepFunctions:
-    """The step functions for one set of options and one mesh, jitted once per process.
-
-    Args:
-        run: runs a list of tokens, as `run_step` does, or `pooled`.
-        of_run: static arguments of it alone.
-    """
-
-    def __init__(
-        self,
-        options: ExecutionOptions,
-        mesh: Mesh | None,
-        max_steps: int,
-        run: Callable = run_step,
-        **of_run: Any,
-    ):
-        static = {"options": options, "shards": shards_of(mesh)}
-        step = _compiled(run, options.jit, mesh, **static, **of_run)
-        is_scored = _compiled(scored, options.jit, mesh, **static)
-        self.by_kind: dict[StepKind, Any] = {
-            StepKind.STEP: step,
-            StepKind.DENSE: step,
-            StepKind.DECODE: _compiled(decode, options.jit, mesh, max_steps=max_steps, **static),
-            StepKind.VERIFY: _compiled(verify, options.jit, mesh, **static),
-            StepKind.SCORED: is_scored,
-            StepKind.SCORED_DENSE: is_scored,
-        }
-        self.score = _compiled(score, options.jit, mesh, **static)
-        self.logits = _compiled(logits, options.jit, mesh, **static)
-        self.assign_slot = _compiled(assign_slot, options.jit, mesh, **static)
-        self.copy = _compiled(copy, options.jit, mesh, **static)
-        self.embed = _compiled(embed, options.jit, mesh, **static)
-        self.layer = _compiled(layer, options.jit, mesh, **static)
-
-
-_JITTED: dict[Any, Callable] = {}
-
-
-def _compiled(function: Callable, jit: bool, mesh: Mesh | None, **static: Any) -> Callable:
-    key = (function.__name__, jit, mesh, *static.items())
-    if key not in _JITTED:
-        bound = _named(function, static)
-        if mesh is not None:
-            bound = _sharded(bound, mesh, static["options"])
-        asked = compiler_options(static["options"].kernels)
-        jitted = jax.jit(bound, donate_argnums=1, compiler_options=asked)
-        _JITTED[key] = jitted if jit else _eager(bound)
-    return _JITTED[key]
-
-
-def _eager(function: Callable) -> Callable:
-    """Host arrays go to the device first, as jit would see to."""
-    return lambda *args: function(*jax.device_put(args))
-
-
-def _named(function: Callable, static: dict[str, Any]) -> Callable:
-    def bound(*args: Any) -> Any:
-        return function(*args, **static)
-
-    bound.__name__ = function.__name__
-    return bound
-
-
-def _sharded(function: Callable, mesh: Mesh, options: ExecutionOptions) -> Callable:
-    """The whole step inside one shard_map: weights and KV split, everything else whole."""
-    shards, whole = shards_of(mesh), PartitionSpec()
-
-    def of_one_device(model: Model | None, carry: Any, *rest: Any) -> tuple[Any, Any]:
-        if shards.stage > 1:
-            model, local_carry = _local_layers(model, options), _with_layers_of(carry, shards.stage)
-            out, new = function(model, local_carry, *rest)
-            return out, _like(carry, new)
-        return function(model, carry, *rest)
-
-    def run(model: Model | None, carry: Any, *rest: Any) -> Any:
-        carry_specs = _by_cache(lambda _: cache_spec(shards), carry, lambda _: whole)
-        mapped = jax.shard_map(
-            of_one_device,
-            mesh=mesh,
-            in_specs=(_model_specs(model, shards), carry_specs, *(whole for _ in rest)),
-            out_specs=(whole, carry_specs),
-            check_vma=False,
-        )
-        return mapped(model, carry, *rest)
-
-    run.__name__ = function.__name__
-    return run
-
-
-def _by_cache(
-    change: Callable[[KVCache], Any], carry: Any, others: Callable[[Any], Any] = lambda part: part
-) -> Any:
-    """The carry with its cache changed, and its other parts."""
-    return jax.tree.map(
-        lambda part: change(part) if isinstance(part, KVCache) else others(part),
-        carry,
-        is_leaf=lambda part: isinstance(part, KVCache),
-    )
-
-
-def _with_layers_of(carry: Any, num_stages: int) -> Any:
-    """A stage's own view of the cache: as if its layers were all."""
-
-    def of_stage(cache: KVCache) -> KVCache:
-        layers = cache.groups.of_layer
-        groups = replace(cache.groups, of_layer=layers[: len(layers) // num_stages])
-        return replace(cache, groups=groups)
-
-    return _by_cache(of_stage, carry)
-
-
-def _like(carry: Any, new: Any) -> Any:
-    """The new arrays, described as the carry is."""
-    return jax.tree.unflatten(jax.tree.structure(carry), jax.tree.leaves(new))
-
-
-def _local_layers(model: Model | None, options: ExecutionOptions) -> Model | None:
-    """A stage's layers; stacked ones are one of each but for a scan."""
-    if model is None or options.layers == "scan":
-        return model
-    return replace(model, weights=unstack_layers(model.weights))
-
-
-def _model_specs(model: Model | None, shards: Shards) -> Model | None:
-    """A Model whose leaves say where each array is split."""
-    if model is None:
-        return None
-    rope = jax.tree.map(lambda _: PartitionSpec(), model.rope)
-    return replace(model, weights=weights_specs(model.table, model.weights, shards), rope=rope)

@@ -32,7 +32,7 @@ from rooflax.loading.safetensors import (
     conversion_command,
     write_safetensors,
 )
-from rooflax.loading.source import ArraySource, Source
+from rooflax.loading.source import ArraySource, DerivedSource, Source
 from rooflax.loading.tensor_plan import NameMap
 from rooflax.models.adapters import (
     HEAD,
@@ -155,7 +155,7 @@ def base_weight(base: Source, name: str, target: Target) -> np.ndarray:
     return w.T if target.is_transposed else w
 
 
-class Merged:
+class Merged(DerivedSource):
     """A checkpoint's tensors with an adapter merged into them, in float32: W + scale B A.
 
     With DoRA each output of that has the length that the adapter says. What the adapter has whole
@@ -163,7 +163,8 @@ class Merged:
     """
 
     def __init__(self, source: Source, info: ModelInfo, adapter: Adapter):
-        self._source, self._parts, self._adapter = source, adapter.read(info), adapter
+        super().__init__(source)
+        self._parts, self._adapter = adapter.read(info), adapter
         names = NameMap(set(source.names()), family(info.family))
         self._targets: dict[str, Target] = {}
         for module, target in adapter.targets.items():
@@ -174,11 +175,13 @@ class Merged:
                     f"embedding, so that it cannot be merged; run it beside the model with `lora`."
                 )
             self._targets[stored] = target
-        found = {names.find(name): own for name, own in adapter.replaced.items()}
-        self._replaced = {stored: own for stored, own in found.items() if stored is not None}
+        by_tensor = {names.find(name): w for name, w in adapter.replaced.items()}
+        self._replaced = {
+            stored: weight for stored, weight in by_tensor.items() if stored is not None
+        }
         self._experts: dict[str, tuple[Experts, LowRank]] = {}
         for parameter, (target, a, b) in adapter.experts.items():
-            stored = names.find(target.slot.hf_names[0])
+            stored = names.find(target.param.hf_names[0])
             if stored is None:
                 raise UnsupportedModelError(
                     f"{adapter.folder} changes {parameter}, which is no tensor of {info.name}, so "
@@ -211,12 +214,6 @@ class Merged:
         w = merged(w.T if target.is_transposed else w, part.a, part.b, part.scale)
         w = w if part.columns is None else w * part.columns[:, None]
         return np.ascontiguousarray(w.T if target.is_transposed else w)
-
-    def release(self, name: str) -> None:
-        self._source.release(name)
-
-    def prefetch(self, name: str) -> None:
-        self._source.prefetch(name)
 
 
 def fused(info: ModelInfo, adapter: Adapter) -> ModelInfo:
@@ -304,8 +301,8 @@ def open_adapter(
         wanted = {m for m, t in known.items() if config.changes(t.names[min(at, len(t.names) - 1)])}
     if beyond := stored.keys() - wanted:
         raise CheckpointError(f"{path} has {named(beyond)}, which its {ADAPTER} does not name.")
-    other = {known[m].slot.name for m in stored if not known[m].is_usual}
-    usual = {m for m in wanted if known[m].is_usual and known[m].slot.name not in other}
+    other = {known[m].param.name for m in stored if not known[m].is_usual}
+    usual = {m for m in wanted if known[m].is_usual and known[m].param.name not in other}
     if not is_all_linear(config.target_modules) and (missing := usual - stored.keys()):
         raise CheckpointError(f"{path} lacks {named(missing)}, which its {ADAPTER} names.")
     changed = {module: known[module] for module in known if module in stored}
@@ -374,7 +371,7 @@ def _experts(
                 f"{file.path} has target_parameters = {name!r:.80}, and {info.name} no experts in "
                 f"one parameter of that name."
             )
-    found, present = {}, set(file.names())
+    experts, present = {}, set(file.names())
     for parameter, names in expert_names(known, config).items():
         target, rank = known[parameter], config.rank_of(parameter)
         shapes = (target.count * rank, target.inputs), (target.outputs, rank * target.count)
@@ -386,8 +383,8 @@ def _experts(
                 raise CheckpointError(
                     f"{name} in {file.path} is {has.dtype} {list(has.shape)}, wanted {list(shape)}."
                 )
-        found[parameter] = target, *names
-    return found
+        experts[parameter] = target, *names
+    return experts
 
 
 def expert_names(known: Mapping[str, Experts], config: AdapterConfig) -> dict[str, tuple[str, str]]:

@@ -65,19 +65,19 @@ def calibrate(plan: Plan, ids: Sequence[int], report: Report | None = None) -> M
     rows = min(MOST_WINDOWS, len(ids) // length)
     tokens = jnp.asarray(np.asarray(ids[: rows * length], np.int32).reshape(rows, length))
     reader = info.reader(Storage("float32"))
-    plans = {slot.name: storage.of(slot, info.config) for slot in reader.slots}
-    ends = [slot for slot in reader.slots if slot.layer is None]
+    plans = {param.name: storage.of(param, info.config) for param in reader.params}
+    ends = [param for param in reader.params if param.layer is None]
     weights: dict[str, Any] = {
-        slot.key: plans[slot.name].keep(np.asarray(leaf)) for slot, leaf in reader.leaves(ends)
+        param.key: plans[param.name].keep(np.asarray(leaf)) for param, leaf in reader.leaves(ends)
     }
     done: list[dict[str, Any]] = []
 
     def layers() -> Iterator[dict[str, Any]]:
         for index in range(info.config.num_layers):
-            slots = [slot for slot in reader.slots if slot.layer == index]
+            params = [param for param in reader.params if param.layer == index]
             layer = {
-                slot.key: _operand(np.asarray(leaf), plans[slot.name])
-                for slot, leaf in reader.leaves(slots)
+                param.key: _operand(np.asarray(leaf), plans[param.name])
+                for param, leaf in reader.leaves(params)
             }
             yield layer
             measured = [leaf for leaf in layer.values() if isinstance(leaf, _Calibrated)]
@@ -131,7 +131,7 @@ class _Layers(Sequence):
 
 
 def _operand(array: np.ndarray, plan: WeightPlan) -> Any:
-    is_calibrated = plan.format is not None and not plan.slot.line.num_stacked
+    is_calibrated = plan.format is not None and not plan.param.line.num_stacked
     return _Calibrated(array, plan) if is_calibrated else plan.keep(array)
 
 

@@ -46,13 +46,13 @@ def _model_type(info: ModelInfo) -> str:
 def adaptable(info: ModelInfo, targets: Mapping[str, Target]) -> dict[str, Entry]:
     """By module the stored tensors of each linear layer that a file has by itself, as a matrix."""
     entries = tensor_entries(_model_type(info), info.config)
-    found = {}
+    kept = {}
     for module, target in targets.items():
         entry = entries.get(target.weight)
         is_tied = target.is_head and info.config.tied_embeddings
         if entry is not None and not is_tied and all(len(s) == 2 for s in _shapes(target, entry)):
-            found[module] = entry
-    return found
+            kept[module] = entry
+    return kept
 
 
 def _shapes(target: Target, entry: Entry) -> list[tuple[int, ...]]:

@@ -39,7 +39,7 @@ from rooflax.models.gguf_changes import Shape
 from rooflax.models.registry import family
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.storage import TABLES, Storage, is_head, is_matmul
-from rooflax.nn.weights import Slot
+from rooflax.nn.weights import Param
 
 FILE_TYPES = {"F32": 0, "BF16": 32, "Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15, "Q6_K": 18}
 """Types of matrices to llama.cpp's numbers of such files."""
@@ -199,10 +199,10 @@ def _tensors(name: str, config: Decoder, kind: str) -> dict[str, TensorInfo]:
         for name, array in rope_tensors(config).items()
     }
     entries = tensor_entries(name, config)
-    for slot in config.slots():
-        shapes = slot.line.hf_shapes(config.axis_sizes)
-        for stored, shape in _stored_shapes(slot, shapes, entries).items():
-            infos[stored] = _tensor_info(slot, config, stored, shape, kind)
+    for param in config.params():
+        shapes = param.line.hf_shapes(config.axis_sizes)
+        for stored, shape in _stored_shapes(param, shapes, entries).items():
+            infos[stored] = _tensor_info(param, config, stored, shape, kind)
     return infos
 
 
@@ -213,28 +213,28 @@ def _entry(entries: Mapping[str, Entry], name: str) -> Entry:
 
 
 def _stored_shapes(
-    slot: Slot, shapes: list[Shape], entries: Mapping[str, Entry]
+    param: Param, shapes: list[Shape], entries: Mapping[str, Entry]
 ) -> dict[str, Shape]:
     by_name: dict[str, Shape] = {}
     count: dict[str, int] = {}
-    for hf, shape in zip(slot.hf_names, shapes, strict=True):
+    for hf, shape in zip(param.hf_names, shapes, strict=True):
         entry = _entry(entries, hf)
         parts = entry.change.stored_shapes(shape)
-        stored_of_slot = stored_names(slot, entry)
+        stored_of_param = stored_names(param, entry)
         for stored, part in zip(entry.stored, parts, strict=True):
-            if stored not in stored_of_slot:
+            if stored not in stored_of_param:
                 continue
             count[stored] = count.get(stored, 0) + 1
             by_name[stored] = part if entry.expert is None else (count[stored], *part)
     return by_name
 
 
-def _tensor_info(slot: Slot, config: Decoder, name: str, shape: Shape, kind: str) -> TensorInfo:
-    is_matrix = len(shape) > 1 and (is_matmul(slot, config) or slot.key in TABLES)
+def _tensor_info(param: Param, config: Decoder, name: str, shape: Shape, kind: str) -> TensorInfo:
+    is_matrix = len(shape) > 1 and (is_matmul(param, config) or param.key in TABLES)
     if not is_matrix or any(part in name for part in FLOAT32):
         return stored_as(shape, "F32")
     experts = config.moe.num_experts if config.moe else 0
-    head = is_head(slot, config)
+    head = is_head(param, config)
     return stored_as(
         shape, recipe_type(kind, name, config.num_layers, is_head=head, experts=experts)
     )
@@ -265,23 +265,25 @@ def _written(info: ModelInfo, check: bool) -> Iterator[tuple[str, np.ndarray]]:
     name = family(info.family).config_to_hf(config)["model_type"]
     entries = tensor_entries(name, config)
     reader = info.reader(STORAGE, check=check)
-    by_name = {slot.name: slot for slot in config.slots()}  # the checkpoint may have it elsewhere
-    for placed, array in reader.leaves(reader.slots):
-        slot = by_name[placed.name]
-        tensors = slot.line.split(np.asarray(array), config.axis_sizes)
-        yield from _stored(slot, tensors, entries).items()
+    by_name = {
+        param.name: param for param in config.params()
+    }  # the checkpoint may have it elsewhere
+    for placed, array in reader.leaves(reader.params):
+        param = by_name[placed.name]
+        tensors = param.line.split(np.asarray(array), config.axis_sizes)
+        yield from _stored(param, tensors, entries).items()
     yield from _dense(info).items()
 
 
 def _stored(
-    slot: Slot, tensors: list[np.ndarray], entries: Mapping[str, Entry]
+    param: Param, tensors: list[np.ndarray], entries: Mapping[str, Entry]
 ) -> dict[str, np.ndarray]:
     arrays: dict[str, Any] = {}
-    for hf, tensor in zip(slot.hf_names, tensors, strict=True):
+    for hf, tensor in zip(param.hf_names, tensors, strict=True):
         entry = _entry(entries, hf)
-        stored_of_slot = stored_names(slot, entry)
+        stored_of_param = stored_names(param, entry)
         for stored, part in zip(entry.stored, entry.change.undo(tensor), strict=True):
-            if stored not in stored_of_slot:
+            if stored not in stored_of_param:
                 continue
             if entry.expert is None:
                 arrays[stored] = part

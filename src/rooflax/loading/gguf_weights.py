@@ -29,13 +29,15 @@ from rooflax.loading.gguf_blocks import (
 )
 from rooflax.loading.prequantized import beside, output_order
 from rooflax.loading.safetensors import TensorInfo
+from rooflax.loading.source import DerivedSource
 from rooflax.models.gguf import GGUF_DENSE, LONGROPE_FACTORS, ROPE_FACTORS, GGUFSpec
 from rooflax.models.gguf_changes import KEEP, Change, LessOne, Permuted, moves_groups
 from rooflax.models.gguf_names import TENSORS
 from rooflax.models.registry import gguf_families
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.storage import Part, is_head, is_matmul, matmul_shape, matrices_of, parts_of
-from rooflax.nn.weights import HeadPart, Slot
+from rooflax.nn.tensor_layouts import HeadPart
+from rooflax.nn.weights import Param
 from rooflax.ops import accelerator
 from rooflax.ops.formats import BESIDE, GROUP, KNOWN, twice
 from rooflax.ops.host_arrays import Put
@@ -55,7 +57,7 @@ class Entry:
     expert: int | None = None
 
 
-class GGUFWeights:
+class GGUFWeights(DerivedSource):
     """The interface of a checkpoint folder over a GGUF file.
 
     Args:
@@ -64,6 +66,7 @@ class GGUFWeights:
     """
 
     def __init__(self, file: GGUFFile, name: str, config: Decoder):
+        super().__init__(file)
         self.file, self.family, self.config = file, name, config
         present = set(file.names())
         self.entries = tensor_entries(name, config, present)
@@ -92,7 +95,7 @@ class GGUFWeights:
     def _entry(self, name: str) -> Entry:
         return self.entries.get(name, Entry((name,), KEEP))
 
-    def _stored(self, name: str) -> tuple[str, ...]:
+    def stored(self, name: str) -> tuple[str, ...]:
         return self._entry(name).stored
 
     def info(self, name: str) -> TensorInfo:
@@ -101,12 +104,12 @@ class GGUFWeights:
         Raises:
             CheckpointError: the stored tensors do not fit together.
         """
-        infos = [self._info(stored, self._expert(name)) for stored in self._stored(name)]
+        infos = [self._info(stored, self._expert(name)) for stored in self.stored(name)]
         shapes, change = [info.shape for info in infos], self._change(name)
         shape = change.shape(shapes)
         if len(shapes) > 1 and list(change.stored_shapes(shape)) != shapes:
             raise CheckpointError(
-                f"{self.file.path}: {' and '.join(self._stored(name))} have the shapes "
+                f"{self.file.path}: {' and '.join(self.stored(name))} have the shapes "
                 f"{' and '.join(map(str, shapes))}, which do not belong together."
             )
         kinds = {info.dtype if is_plain(info.dtype) else "F32" for info in infos}
@@ -128,26 +131,16 @@ class GGUFWeights:
     def read(self, name: str) -> np.ndarray:
         """A tensor in the checkpoint's layout: the file's own pages where they will do."""
         expert = self._expert(name)
-        return self._change(name).apply([self._numbers(s, expert) for s in self._stored(name)])
+        return self._change(name).apply([self._numbers(s, expert) for s in self.stored(name)])
 
     def _numbers(self, stored: str, expert: int | None) -> np.ndarray:
         array, kind = self.file.read(stored), self.file.info(stored).dtype
         array = array if expert is None else array[expert]
         return array if is_plain(kind) else dequantize(kind, array)
 
-    def release(self, name: str) -> None:
-        """Lets a tensor's pages go."""
-        for stored in self._stored(name):
-            self.file.release(stored)
-
-    def prefetch(self, name: str) -> None:
-        """Has the system read a tensor's pages."""
-        for stored in self._stored(name):
-            self.file.prefetch(stored)
-
     @cached_property
     def formats(self) -> dict[str, str]:
-        """The format of each matmul's weight, by slot, whose tensors are all blocks.
+        """The format of each matmul's weight, by parameter, whose tensors are all blocks.
 
         A type that is one of our formats stays what it is, others are rounded. On CPU layers may
         differ, and so may the tensors of a fused weight; elsewhere they are alike, because they may
@@ -155,64 +148,64 @@ class GGUFWeights:
         """
         differ = accelerator.platform() == "cpu"
         kinds: dict[str, set[str]] = {}
-        matmuls = [slot for slot in self.config.slots() if is_matmul(slot, self.config)]
-        for slot in matmuls:
-            kinds.setdefault(slot.key, set()).update(self._kinds(slot))
+        matmuls = [param for param in self.config.params() if is_matmul(param, self.config)]
+        for param in matmuls:
+            kinds.setdefault(param.key, set()).update(self._kinds(param))
         formats = {}
-        for slot in matmuls:
-            alike = not differ or any(map(is_plain, kinds[slot.key]))
-            moved = self._moves_parts(slot)
+        for param in matmuls:
+            alike = not differ or any(map(is_plain, kinds[param.key]))
+            moved = self._moves_parts(param)
             if format := (
-                format_for(kinds[slot.key], moved=moved) if alike else self._own(slot, moved)
+                format_for(kinds[param.key], moved=moved) if alike else self._own(param, moved)
             ):
-                formats[slot.name] = format
+                formats[param.name] = format
         return formats
 
-    def _own(self, slot: Slot, moved: bool) -> str | None:
+    def _own(self, param: Param, moved: bool) -> str | None:
         """The format of a weight, or of each of its tensors."""
-        kinds = self._kinds(slot)
+        kinds = self._kinds(param)
         each = [format_for({kind}, moved=moved) or "" for kind in kinds]
-        _, sizes = slot.line.layout.beside(matmul_shape(slot, self.config)[1]) or (0, ())
+        _, sizes = param.line.layout.beside(matmul_shape(param, self.config)[1]) or (0, ())
         if len(set(each)) > 1 and all(each) and len(each) == len(sizes):
             return BESIDE.join(each)
         format = format_for(set(kinds), moved=moved)
-        if format and twice(format) in KNOWN and self._needs_precision(slot):
+        if format and twice(format) in KNOWN and self._needs_precision(param):
             return twice(format)
         return format
 
-    def _needs_precision(self, slot: Slot) -> bool:
+    def _needs_precision(self, param: Param) -> bool:
         """Whether the loss grows when a weight's activations are rounded to one int8 number.
 
         The head, and of the first and the last layer the matrix behind the gate, whose inputs
         have outliers: docs/quantization.md has the figures.
         """
-        is_down = matrices_of(slot, self.config) == ["down"] and not slot.line.num_stacked
-        at_an_end = slot.layer in (0, self.config.num_layers - 1)
-        return is_head(slot, self.config) or (is_down and at_an_end)
+        is_down = matrices_of(param, self.config) == ["down"] and not param.line.num_stacked
+        at_an_end = param.layer in (0, self.config.num_layers - 1)
+        return is_head(param, self.config) or (is_down and at_an_end)
 
-    def _kinds(self, slot: Slot) -> list[str]:
+    def _kinds(self, param: Param) -> list[str]:
         """The types of a weight's tensors; plain where blocks do not stay whole in our order."""
-        for name in slot.hf_names:
+        for name in param.hf_names:
             order = self._change(name).inputs()
             if name not in self.entries or not (order is None or moves_groups(order, GROUP)):
                 return ["F32"]
-            if isinstance(slot.line.layout, HeadPart) and len(self._stored(name)) == 1:
+            if isinstance(param.line.layout, HeadPart) and len(self.stored(name)) == 1:
                 return ["F32"]  # both kinds of rows are one tensor, and one of them is transposed
-        return [self.file.info(name).dtype for name in self._parts(slot)]
+        return [self.file.info(name).dtype for name in self._parts(param)]
 
-    def _moves_parts(self, slot: Slot) -> bool:
+    def _moves_parts(self, param: Param) -> bool:
         """Whether parts of blocks are moved to other inputs."""
-        orders = [self._change(name).inputs() for name in slot.hf_names]
-        most = max(VALUES[self.file.info(name).dtype] for name in self._parts(slot))
+        orders = [self._change(name).inputs() for name in param.hf_names]
+        most = max(VALUES[self.file.info(name).dtype] for name in self._parts(param))
         return not all(order is None or moves_groups(order, most) for order in orders)
 
-    def packed(self, slot: Slot, put: Put = jax.device_put) -> Quantized | Fused:
+    def packed(self, param: Param, put: Put = jax.device_put) -> Quantized | Fused:
         """A matmul's weight from the file's own codes, its outputs in our order."""
-        in_shape, out_shape = matmul_shape(slot, self.config)
+        in_shape, out_shape = matmul_shape(param, self.config)
 
         def packed(part: Part) -> Quantized:
             shapes = in_shape, part.out_shape(out_shape)
-            kinds, rows = set(self._kinds(slot)[part.tensors]), self._rows(slot, part)
+            kinds, rows = set(self._kinds(param)[part.tensors]), self._rows(param, part)
             if (
                 rows is not None
                 and len(kinds) == 1
@@ -221,59 +214,59 @@ class GGUFWeights:
                 fused = pack_blocks(part.format, min(kinds), rows, *shapes, put)
                 if fused is not None:
                     return fused
-            return pack(part.format, *self._codes(slot, part), *shapes, put)
+            return pack(part.format, *self._codes(param, part), *shapes, put)
 
-        parts = self._parts_of(slot)
-        return beside(self.formats[slot.name], parts, map(packed, parts))
+        parts = self._parts_of(param)
+        return beside(self.formats[param.name], parts, map(packed, parts))
 
-    def _parts_of(self, slot: Slot) -> list[Part]:
-        _, out_shape = matmul_shape(slot, self.config)
-        return parts_of(slot.line.layout, self.formats[slot.name], out_shape)
+    def _parts_of(self, param: Param) -> list[Part]:
+        _, out_shape = matmul_shape(param, self.config)
+        return parts_of(param.line.layout, self.formats[param.name], out_shape)
 
-    def _rows(self, slot: Slot, part: Part) -> np.ndarray | None:
+    def _rows(self, param: Param, part: Part) -> np.ndarray | None:
         """Addresses of each output's blocks in the mapped file, [*experts, out].
 
         None where the inputs are in another order here.
         """
-        if self._change(slot.hf_names[0]).inputs() is not None:
+        if self._change(param.hf_names[0]).inputs() is not None:
             return None
-        blocks = [self.file.read(name) for name in self._parts(slot)[part.tensors]]
+        blocks = [self.file.read(name) for name in self._parts(param)[part.tensors]]
         rows = np.concatenate([_addresses(one) for one in blocks], axis=-1)
-        return rows if slot.line.num_stacked else rows[self._order(slot, part)]
+        return rows if param.line.num_stacked else rows[self._order(param, part)]
 
     def codes(
-        self, slot: Slot, experts: slice = slice(None)
+        self, param: Param, experts: slice = slice(None)
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Codes and scales [*experts, out, ...] of each part, in our order of outputs."""
-        return [self._codes(slot, part, experts) for part in self._parts_of(slot)]
+        return [self._codes(param, part, experts) for part in self._parts_of(param)]
 
     def _codes(
-        self, slot: Slot, part: Part, experts: slice = slice(None)
+        self, param: Param, part: Part, experts: slice = slice(None)
     ) -> tuple[np.ndarray, np.ndarray]:
-        format, names = part.format, self._parts(slot)[part.tensors]
+        format, names = part.format, self._parts(param)[part.tensors]
         parts = [(self.file.info(name).dtype, self.file.read(name)) for name in names]
-        if slot.line.num_stacked:  # experts: gate's outputs, then up's, as they lie here
+        if param.line.num_stacked:  # experts: gate's outputs, then up's, as they lie here
             pairs = [codes_and_scales(kind, blocks[experts], format) for kind, blocks in parts]
             codes, scales = zip(*pairs, strict=True)
             return np.concatenate(codes, 1), np.concatenate(scales, 1)
         codes, scales = zip(*(codes_and_scales(*part, format) for part in parts), strict=True)
-        if (inputs := self._change(slot.hf_names[0]).inputs()) is not None:
+        if (inputs := self._change(param.hf_names[0]).inputs()) is not None:
             codes = tuple(code[:, inputs] for code in codes)
             scales = tuple(scale[:, inputs[::GROUP] // GROUP] for scale in scales)
-        order = self._order(slot, part)
+        order = self._order(param, part)
         if len(parts) == 1 and np.array_equal(order, np.arange(len(order))):
             return codes[0], scales[0]
         return np.concatenate(codes)[order], np.concatenate(scales)[order]
 
-    def _parts(self, slot: Slot) -> list[str]:
-        entries = (self.entries[name] for name in slot.hf_names)
-        names = (stored for entry in entries for stored in stored_names(slot, entry))
+    def _parts(self, param: Param) -> list[str]:
+        entries = (self.entries[name] for name in param.hf_names)
+        names = (stored for entry in entries for stored in stored_names(param, entry))
         return list(dict.fromkeys(names))  # those of experts are one stack
 
-    def _order(self, slot: Slot, part: Part) -> np.ndarray:
+    def _order(self, param: Param, part: Part) -> np.ndarray:
         """Stored row of each of a part's outputs."""
         numbers, begin = [], 0
-        for name in slot.hf_names:
+        for name in param.hf_names:
             ids = []
             for stored in self.entries[name].stored:
                 rows = self.file.info(stored).shape[0]
@@ -281,10 +274,10 @@ class GGUFWeights:
                 begin += rows
             change = self.entries[name].change
             numbers.append(ids[0] if change.inputs() is not None else change.apply(ids))
-        order = output_order(slot, self.config, numbers)
-        before = self._parts(slot)[: part.tensors.start or 0]
+        order = output_order(param, self.config, numbers)
+        before = self._parts(param)[: part.tensors.start or 0]
         begin = sum(self.file.info(name).shape[0] for name in before)
-        whole = order.reshape(matmul_shape(slot, self.config)[1])
+        whole = order.reshape(matmul_shape(param, self.config)[1])
         return whole[part.index].reshape(-1) - begin
 
 
@@ -297,9 +290,9 @@ def _addresses(blocks: np.ndarray) -> np.ndarray:
     return np.asarray(start)
 
 
-def stored_names(slot: Slot, entry: Entry) -> tuple[str, ...]:
+def stored_names(param: Param, entry: Entry) -> tuple[str, ...]:
     """The stored tensors of a checkpoint's that a weight is made of."""
-    layout = slot.line.layout
+    layout = param.line.layout
     if isinstance(layout, HeadPart) and len(entry.stored) > 1:
         return (entry.stored[layout.kind],)
     return entry.stored
@@ -318,14 +311,14 @@ def tensor_entries(family: str, config: Decoder, present: Collection[str] = ()) 
     spec = gguf_families()[family]
     of_family = spec.tensors(config, present) if callable(spec.tensors) else spec.tensors
     table, entries = TENSORS | of_family, dict[str, Entry]()
-    for slot in config.slots():
-        for hf, name in zip(slot.line.names, slot.hf_names, strict=True):
+    for param in config.params():
+        for hf, name in zip(param.line.names, param.hf_names, strict=True):
             expert = re.search(r"\.experts\.(\d+)\.", hf)
             key = hf.replace(f".experts.{expert[1]}.", ".experts.{e}.") if expert else hf
             if key in table:
                 stored, change = table[key]
                 change = _of_family(key, spec, config) if change is KEEP else change
-                names = tuple(one.replace("{i}", str(slot.layer)) for one in stored)
+                names = tuple(one.replace("{i}", str(param.layer)) for one in stored)
                 entries[name] = Entry(names, change, int(expert[1]) if expert else None)
     return entries
 

@@ -124,8 +124,8 @@ def _offloaded(plan: Plan, check: bool, progress: Callable[[int], None] | None) 
     info, split = plan.info, plan.offloading
     assert split is not None
     reader = info.reader(plan.storage, check=check)
-    staying = [slot for slot in reader.slots if reader.plans[slot.name].is_resident]
-    passing = [slot for slot in reader.slots if not reader.plans[slot.name].is_resident]
+    staying = [param for param in reader.params if reader.plans[param.name].is_resident]
+    passing = [param for param in reader.params if not reader.plans[param.name].is_resident]
     for _ in reader.leaves(passing) if check else ():
         pass
     weights = assemble(info.config.num_layers, reader.leaves(staying, progress))

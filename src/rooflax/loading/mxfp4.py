@@ -16,7 +16,8 @@ from rooflax.errors import CheckpointError
 from rooflax.loading.source import Source
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.storage import matmul_shape
-from rooflax.nn.weights import Slot, Swapped
+from rooflax.nn.tensor_layouts import Swapped
+from rooflax.nn.weights import Param
 from rooflax.ops.formats import GROUP
 from rooflax.ops.host_arrays import Put
 from rooflax.ops.weights import Quantized, pack
@@ -68,26 +69,28 @@ class Mxfp4Weights:
     def __init__(self, source: Source, name: str, config: Decoder):
         self._source, self._config = source, config
         present = set(source.names())
-        slots = list(config.slots())
+        params = list(config.params())
         unpacked = {
-            slot.key
-            for slot in slots
-            if not (slot.line.num_stacked and all(set(names(n)) <= present for n in slot.hf_names))
+            param.key
+            for param in params
+            if not (
+                param.line.num_stacked and all(set(names(n)) <= present for n in param.hf_names)
+            )
         }
-        self.formats = {slot.name: KEPT for slot in slots if slot.key not in unpacked}
+        self.formats = {param.name: KEPT for param in params if param.key not in unpacked}
 
-    def packed(self, slot: Slot, put: Put = jax.device_put) -> Quantized:
+    def packed(self, param: Param, put: Put = jax.device_put) -> Quantized:
         """An array of experts from the file's own codes, gate's outputs before up's."""
-        return pack(KEPT, *self.codes(slot)[0], *matmul_shape(slot, self._config), put)
+        return pack(KEPT, *self.codes(param)[0], *matmul_shape(param, self._config), put)
 
     def codes(
-        self, slot: Slot, experts: slice = slice(None)
+        self, param: Param, experts: slice = slice(None)
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """[experts, out, in] and [experts, out, in / 32], gate's outputs before up's."""
-        (name,) = slot.hf_names
+        (name,) = param.hf_names
         blocks, scales = (self._source.read(part)[experts] for part in names(name))
         codes = _codes(blocks).reshape(*blocks.shape[:2], -1)
-        if isinstance(slot.line.layout, Swapped):
+        if isinstance(param.line.layout, Swapped):
             return [(_gates_first(codes), _gates_first(scales))]
         return [(codes, scales)]
 

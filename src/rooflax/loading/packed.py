@@ -24,7 +24,7 @@ from rooflax.loading.safetensors import TensorToWrite, dtype_name
 from rooflax.loading.source import Source
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.storage import Part, matmul_shape, parts_of
-from rooflax.nn.weights import LAYER_PREFIX, Slot
+from rooflax.nn.weights import LAYER_PREFIX, Param
 from rooflax.ops.formats import KNOWN, formats_of
 from rooflax.ops.host_arrays import Put, aligned_put
 from rooflax.ops.weights import Fused, Quantized, class_of, placed, quantized_parts
@@ -34,9 +34,9 @@ from rooflax.ops.weights.quantized import ARRAYS
 METHOD = "rooflax"
 
 
-def table_name(slot: Slot) -> str:
-    """The line of the family's table that a slot belongs to."""
-    return slot.key if slot.layer is None else LAYER_PREFIX + slot.key
+def table_name(param: Param) -> str:
+    """The line of the family's table that a parameter belongs to."""
+    return param.key if param.layer is None else LAYER_PREFIX + param.key
 
 
 def is_packed(raw_config: Mapping[str, Any]) -> bool:
@@ -45,7 +45,7 @@ def is_packed(raw_config: Mapping[str, Any]) -> bool:
     return isinstance(declared, dict) and declared.get("quant_method") == METHOD
 
 
-def to_config(formats: Iterable[tuple[Slot, str | None]]) -> dict[str, Any]:
+def to_config(formats: Iterable[tuple[Param, str | None]]) -> dict[str, Any]:
     """Entry in config.json for packed weights; empty if there are none.
 
     Args:
@@ -53,17 +53,17 @@ def to_config(formats: Iterable[tuple[Slot, str | None]]) -> dict[str, Any]:
     """
     pairs = list(formats)
     by_line: dict[str, set[str | None]] = {}
-    for slot, format in pairs:
-        by_line.setdefault(table_name(slot), set()).add(format)
+    for param, format in pairs:
+        by_line.setdefault(table_name(param), set()).add(format)
     names = {
-        slot.name if len(by_line[table_name(slot)]) > 1 else table_name(slot): format
-        for slot, format in pairs
+        param.name if len(by_line[table_name(param)]) > 1 else table_name(param): format
+        for param, format in pairs
         if format is not None
     }
     return {"quantization_config": {"quant_method": METHOD, "formats": names}} if names else {}
 
 
-def tensors_of(slot: Slot, leaf: Quantized | Fused) -> list[TensorToWrite]:
+def tensors_of(param: Param, leaf: Quantized | Fused) -> list[TensorToWrite]:
     """A packed weight's arrays as tensors, in panels wherever they are."""
 
     def tensor(name: str, array: jax.Array) -> TensorToWrite:
@@ -72,23 +72,23 @@ def tensors_of(slot: Slot, leaf: Quantized | Fused) -> list[TensorToWrite]:
     parts = [as_panels(part) for part in quantized_parts(leaf)]
     arrays = [
         (f"{name}.{array}", getattr(part, array))
-        for part, name in zip(parts, _names(slot, len(parts)), strict=True)
+        for part, name in zip(parts, _names(param, len(parts)), strict=True)
         for array in ARRAYS
     ]
     return [tensor(name, array) for name, array in arrays if array.size]
 
 
-def _names(slot: Slot, num_parts: int) -> list[str]:
+def _names(param: Param, num_parts: int) -> list[str]:
     """Prefixes of the names of the parts' arrays."""
-    return [slot.name] if num_parts == 1 else [f"{slot.name}.{i}" for i in range(num_parts)]
+    return [param.name] if num_parts == 1 else [f"{param.name}.{i}" for i in range(num_parts)]
 
 
 class PackedWeights:
     """The packed weights of a folder, checked against the model before the first is read.
 
     Attributes:
-        formats: by slot, for `Storage.prequantized`.
-        tensors: by slot, the names of its tensors.
+        formats: by parameter, for `Storage.prequantized`.
+        tensors: by parameter, the names of its tensors.
 
     Raises:
         CheckpointError: a format or a weight that is not known, or tensors that do not fit.
@@ -99,12 +99,12 @@ class PackedWeights:
         declared = raw["quantization_config"].get("formats")
         if not isinstance(declared, dict):
             raise CheckpointError("config.json's quantization_config has no formats by weight.")
-        slots = list(config.slots())
-        unknown = set(declared) - {n for slot in slots for n in (slot.name, table_name(slot))}
+        params = list(config.params())
+        unknown = set(declared) - {n for param in params for n in (param.name, table_name(param))}
         wrong = [
-            slots
-            for slots in declared.values()
-            if not isinstance(slots, str) or not set(formats_of(slots)) <= KNOWN.keys()
+            params
+            for params in declared.values()
+            if not isinstance(params, str) or not set(formats_of(params)) <= KNOWN.keys()
         ]
         if unknown or wrong:
             what = f"the weight {min(unknown)!r}" if unknown else f"the format {wrong[0]!r}"
@@ -112,22 +112,22 @@ class PackedWeights:
                 f"config.json's quantization_config has {what}, which is unknown."
             )
         self.formats = {
-            slot.name: format
-            for slot in slots
-            if (format := declared.get(slot.name, declared.get(table_name(slot))))
+            param.name: format
+            for param in params
+            if (format := declared.get(param.name, declared.get(table_name(param))))
         }
-        packed = [slot for slot in slots if slot.name in self.formats]
+        packed = [param for param in params if param.name in self.formats]
         present = set(source.names())
-        self.tensors = {slot.name: self._check(slot, present) for slot in packed}
+        self.tensors = {param.name: self._check(param, present) for param in packed}
 
-    def _check(self, slot: Slot, present: set[str]) -> tuple[str, ...]:
-        inner, format = math.prod(matmul_shape(slot, self._config)[0]), self.formats[slot.name]
+    def _check(self, param: Param, present: set[str]) -> tuple[str, ...]:
+        inner, format = math.prod(matmul_shape(param, self._config)[0]), self.formats[param.name]
         try:
-            part_arrays = [arrays for _, arrays in self._arrays(slot)]
+            part_arrays = [arrays for _, arrays in self._arrays(param)]
         except ValueError:
             part_arrays = []
         if not part_arrays or not all(class_of(one).fits(inner) for one in formats_of(format)):
-            raise CheckpointError(f"{slot.name} cannot be {format}.")
+            raise CheckpointError(f"{param.name} cannot be {format}.")
         names = []
         for name, wanted in (pair for arrays in part_arrays for pair in arrays.items()):
             if not math.prod(wanted.shape):
@@ -143,40 +143,40 @@ class PackedWeights:
             names.append(name)
         return tuple(names)
 
-    def _arrays(self, slot: Slot) -> list[tuple[Part, dict[str, jax.ShapeDtypeStruct]]]:
+    def _arrays(self, param: Param) -> list[tuple[Part, dict[str, jax.ShapeDtypeStruct]]]:
         """Each part with its arrays by their names."""
-        in_shape, out_shape = matmul_shape(slot, self._config)
-        stack = slot.line.shape(self._config.axis_sizes)[: slot.line.num_stacked]
-        parts, by_part = parts_of(slot.line.layout, self.formats[slot.name], out_shape), []
-        for part, name in zip(parts, _names(slot, len(parts)), strict=True):
+        in_shape, out_shape = matmul_shape(param, self._config)
+        stack = param.line.shape(self._config.axis_sizes)[: param.line.num_stacked]
+        parts, by_part = parts_of(param.line.layout, self.formats[param.name], out_shape), []
+        for part, name in zip(parts, _names(param, len(parts)), strict=True):
             sizes = math.prod(in_shape), math.prod(part.out_shape(out_shape))
             like = class_of(part.format).like(*sizes, stack)
             by_part.append((part, dict(zip([f"{name}.{a}" for a in ARRAYS], like, strict=True))))
         return by_part
 
-    def packed(self, slot: Slot, put: Put = aligned_put) -> Quantized | Fused:
+    def packed(self, param: Param, put: Put = aligned_put) -> Quantized | Fused:
         """A weight's arrays, as they are.
 
         Args:
             put: the file's own pages to where they stay.
         """
-        parts, stored = [part for part, _ in self._arrays(slot)], self._stored(slot)
-        return beside(self.formats[slot.name], parts, (_placed(w, put) for w in stored))
+        parts, stored = [part for part, _ in self._arrays(param)], self._stored(param)
+        return beside(self.formats[param.name], parts, (_placed(w, put) for w in stored))
 
     def codes(
-        self, slot: Slot, experts: slice = slice(None)
+        self, param: Param, experts: slice = slice(None)
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Codes and scales [*experts, out, ...] of each part."""
-        parts = self._stored(slot)
-        if slot.line.num_stacked:
+        parts = self._stored(param)
+        if param.line.num_stacked:
             parts = [replace(w, values=w.values[experts], scales=w.scales[experts]) for w in parts]
         return [w.unpacked() for w in parts]
 
-    def _stored(self, slot: Slot) -> list[Quantized]:
+    def _stored(self, param: Param) -> list[Quantized]:
         """A weight's parts in the file's pages."""
-        present, stored = self.tensors[slot.name], []
-        in_shape, out_shape = matmul_shape(slot, self._config)
-        for part, wanted in self._arrays(slot):
+        present, stored = self.tensors[param.name], []
+        in_shape, out_shape = matmul_shape(param, self._config)
+        for part, wanted in self._arrays(param):
             arrays: list[Any] = [
                 self._source.read(name) if name in present else np.zeros(like.shape, like.dtype)
                 for name, like in wanted.items()

@@ -142,8 +142,8 @@ class Plan(EngineConfig):
     def dequantized_bytes(self) -> int:
         """Bytes of weights that are codes in the checkpoint and numbers in memory."""
         config, storage = self.info.config, self.storage
-        slots = (slot for slot in config.slots() if slot.name in storage.dequantized)
-        return sum(storage.of(slot, config).num_bytes() for slot in slots)
+        params = (param for param in config.params() if param.name in storage.dequantized)
+        return sum(storage.of(param, config).num_bytes() for param in params)
 
     def estimate(
         self,
@@ -456,9 +456,9 @@ def _check_stages(info: ModelInfo, storage: Storage) -> None:
         RequestError: the checkpoint has a weight in several formats.
     """
     formats: dict[str, set[str]] = {}
-    for slot in info.config.slots():
-        if slot.layer is not None and (format := storage.prequantized.get(slot.name)):
-            formats.setdefault(slot.key, set()).add(format)
+    for param in info.config.params():
+        if param.layer is not None and (format := storage.prequantized.get(param.name)):
+            formats.setdefault(param.key, set()).add(format)
     for key, kinds in formats.items():
         if len(kinds) > 1:
             raise RequestError(
@@ -498,11 +498,11 @@ def _plan_offloading(info: ModelInfo, storage: Storage, length: int, budget: int
         )
     reader = info.reader(storage)
     fixed, layers = rope_bytes(info.config, length), [0] * info.config.num_layers
-    for slot in reader.slots:
-        if slot.layer is None:
-            fixed += reader.num_bytes(slot)
+    for param in reader.params:
+        if param.layer is None:
+            fixed += reader.num_bytes(param)
         else:
-            layers[slot.layer] += reader.num_bytes(slot)
+            layers[param.layer] += reader.num_bytes(param)
     return plan_offloading(budget, fixed, layers, info.name)
 
 

@@ -11,7 +11,8 @@ import numpy as np
 from rooflax.loading.finite import check_scales
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.storage import Part, WeightPlan, is_head, matmul_shape
-from rooflax.nn.weights import Shape, Slot, Where
+from rooflax.nn.tensor_layouts import Shape, Where
+from rooflax.nn.weights import Param
 from rooflax.ops.formats import GROUP
 from rooflax.ops.weights import Fused, Quantized, class_of, pack
 
@@ -19,8 +20,8 @@ from rooflax.ops.weights import Fused, Quantized, class_of, pack
 class Prequantized(Protocol):
     """A checkpoint's own quantised weights."""
 
-    def packed(self, slot: Slot, put: Callable[[np.ndarray], Any] = ...) -> Quantized | Fused: ...
-    def codes(self, slot: Slot, experts: slice = ...) -> list[tuple[np.ndarray, np.ndarray]]: ...
+    def packed(self, param: Param, put: Callable[[np.ndarray], Any] = ...) -> Quantized | Fused: ...
+    def codes(self, param: Param, experts: slice = ...) -> list[tuple[np.ndarray, np.ndarray]]: ...
 
 
 def beside(format: str, parts: Sequence[Part], made: Iterable[Quantized]) -> Quantized | Fused:
@@ -29,17 +30,17 @@ def beside(format: str, parts: Sequence[Part], made: Iterable[Quantized]) -> Qua
     return packed[0] if len(packed) == 1 else Fused(packed, parts[0].axis, format)
 
 
-def output_order(slot: Slot, config: Decoder, numbers: list[np.ndarray]) -> np.ndarray:
+def output_order(param: Param, config: Decoder, numbers: list[np.ndarray]) -> np.ndarray:
     """Stored row of each of our outputs: the layout's own join, of the rows' numbers.
 
     Args:
-        numbers: [rows, 1] int32 of each of the slot's tensors.
+        numbers: [rows, 1] int32 of each of the parameter's tensors.
     """
-    in_shape, out_shape = matmul_shape(slot, config)
+    in_shape, out_shape = matmul_shape(param, config)
     one_input = (1,) * len(in_shape)
-    head = is_head(slot, config)
+    head = is_head(param, config)
     out = np.empty((*out_shape, *one_input) if head else (*one_input, *out_shape), np.int32)
-    slot.line.layout.join(numbers, out)
+    param.line.layout.join(numbers, out)
     return out.reshape(-1)
 
 
@@ -60,21 +61,21 @@ class PrequantizedParts:
         numbers = np.arange(math.prod(out_shape)).reshape(out_shape)
         if self._plan.is_head:
             return numbers[where[0]][:, None]
-        inner = self._plan.slot.line.num_inputs
+        inner = self._plan.param.line.num_inputs
         return numbers[where[inner:]][(None,) * inner]
 
     def keep(self, rows: np.ndarray, where: Where) -> Quantized | Fused:
         """The codes of these outputs and of the inputs that the part has."""
-        plan, slot, stacked = self._plan, self._plan.slot, self._plan.slot.line.num_stacked
+        plan, param, stacked = self._plan, self._plan.param, self._plan.param.line.num_stacked
         in_shape, out_shape = plan.matmul_shape()
         assert plan.format is not None
         experts = where[0] if stacked else slice(None)
         if self._experts != experts:
-            self._codes = self._prequantized.codes(slot, experts)
+            self._codes = self._prequantized.codes(param, experts)
             self._experts = experts
             if self._check:
                 for part, (_, scales) in zip(plan.parts(), self._codes, strict=True):
-                    check_scales(slot, part.format, scales)
+                    check_scales(param, part.format, scales)
         own_in, own_out = in_shape, rows.shape[-len(out_shape) :]
         begin, end = 0, math.prod(in_shape)
         if plan.is_head:

@@ -7,18 +7,18 @@ takes no room on disk. So the readers of safetensors and GGUF check it as any ot
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import re
 import socket
 import ssl
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urljoin, urlsplit
 
-from rooflax.errors import CheckpointError
+from rooflax.errors import CheckpointError, RequestError
 from rooflax.http_client import Connection, Reply, Server
 from rooflax.loading.gguf import GGUFFile, open_gguf
 from rooflax.loading.safetensors import MAX_HEADER_BYTES
@@ -111,17 +111,12 @@ def _place(url: str) -> tuple[Server, str]:
     Raises:
         CheckpointError: it is no URL of HTTP.
     """
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError:
-        parts, port = urlsplit(""), None
-    path = f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
-    is_plain = re.fullmatch(r"[!-~]+", path) is not None  # no space, no line end
-    if parts.scheme not in ("http", "https") or not parts.hostname or not is_plain:
-        raise CheckpointError(f"{shown(url)} is no URL of a file.")
-    is_tls = parts.scheme == "https"
-    return Server(parts.hostname, port or (443 if is_tls else 80), is_tls, ""), path
+    with suppress(RequestError):
+        server, parts = Server.of(url)._replace(base=""), urlsplit(url)
+        path = f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
+        if re.fullmatch(r"[!-~]+", path):  # no space, no line end
+            return server, path
+    raise CheckpointError(f"{shown(url)} is no URL of a file.")
 
 
 def _origin(url: str) -> tuple[str, str]:
@@ -145,7 +140,7 @@ def _is_global(text: str) -> bool:
 async def _connect(server: Server, addresses: list[str]) -> Connection:
     """Connects to the first checked address that answers, and to no others."""
     for address in addresses[:-1]:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             return await Connection.to(server, address)
     return await Connection.to(server, addresses[-1])
 

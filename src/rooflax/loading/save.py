@@ -31,7 +31,7 @@ from rooflax.models.offloading import AnyModel, whole
 from rooflax.models.registry import family
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.layers import unstack_layers
-from rooflax.nn.weights import Slot
+from rooflax.nn.weights import Param
 from rooflax.ops.weights import Pairs, packed_format
 
 DTYPES: Mapping[str, np.dtype] = {
@@ -161,7 +161,7 @@ def save_model(
     eos = eos_token_ids[0] if len(eos_token_ids) == 1 else list(eos_token_ids) or None
     ends = {"bos_token_id": bos_token_id, "eos_token_id": eos}
     written = family(name).config_to_hf(config) | ends | {"dtype": dtype, "torch_dtype": dtype}
-    formats = ((slot, packed_format(_leaf(slot, weights))) for slot in config.slots())
+    formats = ((param, packed_format(_leaf(param, weights))) for param in config.params())
     written |= packed.to_config(formats) | dict(settings or {})
 
     def fill(new: Path) -> None:
@@ -183,10 +183,10 @@ def save_model(
 
 def tensors(name: str, config: Decoder, weights: dict[str, Any], dtype: str) -> list[TensorToWrite]:
     """The checkpoint's tensors, each made when it is asked for; one that two weights share is the
-    sum of what they give of it (`nn.weights.HeadPart`)."""
+    sum of what they give of it (`nn.tensor_layouts.HeadPart`)."""
     by_name: dict[str, TensorToWrite] = {}
-    for slot in config.slots():
-        for tensor in _slot_tensors(slot, config, weights, dtype):
+    for param in config.params():
+        for tensor in _param_tensors(param, config, weights, dtype):
             other = by_name.get(tensor.name)
             by_name[tensor.name] = _sum(other, tensor) if other else tensor
     return list(by_name.values())
@@ -196,36 +196,36 @@ def _sum(one: TensorToWrite, other: TensorToWrite) -> TensorToWrite:
     return one._replace(produce=lambda: one.produce() + other.produce())
 
 
-def _slot_tensors(
-    slot: Slot, config: Decoder, weights: dict[str, Any], dtype: str
+def _param_tensors(
+    param: Param, config: Decoder, weights: dict[str, Any], dtype: str
 ) -> list[TensorToWrite]:
     sizes, target = config.axis_sizes, DTYPES[dtype]
-    array = _leaf(slot, weights)
+    array = _leaf(param, weights)
     if packed_format(array):
-        return packed.tensors_of(slot, array)
+        return packed.tensors_of(param, array)
 
     @lru_cache(maxsize=1)
     def parts() -> list[np.ndarray]:
-        if array.shape != slot.line.shape(sizes):
+        if array.shape != param.line.shape(sizes):
             raise RequestError(
-                f"{slot.name} is {list(array.shape)}, wanted {list(slot.line.shape(sizes))}: a "
+                f"{param.name} is {list(array.shape)}, wanted {list(param.line.shape(sizes))}: a "
                 f"model placed on a mesh is not saved; load it on one device."
             )
         plain = array.matrix().reshape(array.shape) if isinstance(array, Pairs) else array
-        return slot.line.split(np.asarray(plain), sizes)
+        return param.line.split(np.asarray(plain), sizes)
 
     def producer(index: int) -> Callable[[], np.ndarray]:
         return lambda: parts()[index].astype(target)
 
-    shapes = slot.line.hf_shapes(sizes)
+    shapes = param.line.hf_shapes(sizes)
     return [
         TensorToWrite(hf, dtype_name(target), tuple(shape), producer(index))
-        for index, (hf, shape) in enumerate(zip(slot.hf_names, shapes, strict=True))
+        for index, (hf, shape) in enumerate(zip(param.hf_names, shapes, strict=True))
     ]
 
 
-def _leaf(slot: Slot, weights: dict[str, Any]) -> Any:
-    return (weights if slot.layer is None else weights["layers"][slot.layer])[slot.key]
+def _leaf(param: Param, weights: dict[str, Any]) -> Any:
+    return (weights if param.layer is None else weights["layers"][param.layer])[param.key]
 
 
 def replace_folder(folder: Path, fill: Callable[[Path], None]) -> None:

@@ -54,3 +54,26 @@ class ArraySource:
 
     def prefetch(self, name: str) -> None:
         """Does nothing: arrays are in memory."""
+
+
+class DerivedSource:
+    """A source whose tensors are made of those of another.
+
+    Args:
+        source: the stored tensors.
+    """
+
+    def __init__(self, source: Source):
+        self._source = source
+
+    def stored(self, name: str) -> tuple[str, ...]:
+        """The stored tensors that one is made of."""
+        return (name,)
+
+    def release(self, name: str) -> None:
+        for stored in self.stored(name):
+            self._source.release(stored)
+
+    def prefetch(self, name: str) -> None:
+        for stored in self.stored(name):
+            self._source.prefetch(stored)

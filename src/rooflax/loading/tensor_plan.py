@@ -21,7 +21,8 @@ from rooflax.loading.source import Source
 from rooflax.models.registry import family
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.storage import WeightPlan
-from rooflax.nn.weights import Slot, Where
+from rooflax.nn.tensor_layouts import Where
+from rooflax.nn.weights import Param
 from rooflax.ops.host_arrays import aligned_empty
 
 WAIVED_BUFFERS = re.compile(r"(.*\.)?(attn\.bias|attn\.masked_bias|rotary_emb\.inv_freq)")
@@ -35,25 +36,27 @@ NAMED_IN_ERRORS = 10
 
 
 class TensorPlan:
-    """Tensors of each slot, checked before the first one is read."""
+    """Tensors of each parameter, checked before the first one is read."""
 
     def __init__(
         self, source: Source, name: str, config: Decoder, packed: Mapping[str, tuple[str, ...]]
     ):
         self.source, self.sizes, self.packed = source, config.axis_sizes, packed
         self.names = NameMap(set(source.names()), family(name))
-        self.slots = [self._placed(slot) for slot in config.slots()]
+        self.params = [self._placed(param) for param in config.params()]
         self._check(config)
 
-    def _placed(self, slot: Slot) -> Slot:
-        """The slot with the tensors that the checkpoint has of it, or most of."""
-        if slot.line.other is None or slot.name in self.packed:
-            return slot
+    def _placed(self, param: Param) -> Param:
+        """The parameter with the tensors that the checkpoint has of it, or most of."""
+        if param.line.other is None or param.name in self.packed:
+            return param
 
-        def share(slot: Slot) -> float:
-            return sum(self.names.find(hf) is not None for hf in slot.hf_names) / len(slot.hf_names)
+        def share(param: Param) -> float:
+            return sum(self.names.find(hf) is not None for hf in param.hf_names) / len(
+                param.hf_names
+            )
 
-        return max((replace(slot, line=line) for line in slot.line.places), key=share)
+        return max((replace(param, line=line) for line in param.line.places), key=share)
 
     def read(
         self,
@@ -67,57 +70,57 @@ class TensorPlan:
             where: of each axis what is wanted, and alone read; None is everything.
             empty: makes what a copy is written to; None makes it anew.
         """
-        slot, shape, whole = plan.slot, plan.shape, where is None
-        names = self._hf_names(slot)
+        param, shape, whole = plan.param, plan.shape, where is None
+        names = self._hf_names(param)
         first = where[0] if where and any(map(self.names.is_mxfp4, names)) else slice(None)
         parts = [self._read(hf, first) for hf in names]
         if where is not None:
             sizes = [len(range(*w.indices(n))) for w, n in zip(where, shape, strict=True)]
             if first != slice(None):  # these experts alone were made
                 shape, where = (sizes[0], *shape[1:]), (slice(None), *where[1:])
-            parts, shape = slot.line.layout.slice_parts(parts, shape, where), tuple(sizes)
+            parts, shape = param.line.layout.slice_parts(parts, shape, where), tuple(sizes)
         if plan.takes_views:
             return parts[0].reshape(shape)
         out = (empty or aligned_empty)(shape, jnp.dtype(plan.dtype))
-        slot.line.layout.join(parts, out)
+        param.line.layout.join(parts, out)
         if whole:  # else there may be more of it to read
-            self.release(slot)
+            self.release(param)
         return out
 
-    def release(self, slot: Slot) -> None:
-        """Lets go of the file's pages behind a slot."""
-        for name in self._tensors(slot):
+    def release(self, param: Param) -> None:
+        """Lets go of the file's pages behind a parameter."""
+        for name in self._tensors(param):
             self.source.release(name)
 
-    def prefetch(self, slot: Slot) -> None:
-        """Has the system read the file's pages behind a slot."""
-        for name in self._tensors(slot):
+    def prefetch(self, param: Param) -> None:
+        """Has the system read the file's pages behind a parameter."""
+        for name in self._tensors(param):
             self.source.prefetch(name)
 
-    def _tensors(self, slot: Slot) -> list[str]:
-        stored_names = [stored for hf in self._hf_names(slot) for stored in self.names.stored(hf)]
-        return [*self.packed.get(slot.name, ()), *stored_names]
+    def _tensors(self, param: Param) -> list[str]:
+        stored_names = [stored for hf in self._hf_names(param) for stored in self.names.stored(hf)]
+        return [*self.packed.get(param.name, ()), *stored_names]
 
-    def is_mxfp4(self, slot: Slot) -> bool:
-        """Whether a slot's tensors are MXFP4 halves in the checkpoint."""
-        return any(self.names.is_mxfp4(hf) for hf in self._hf_names(slot))
+    def is_mxfp4(self, param: Param) -> bool:
+        """Whether a parameter's tensors are MXFP4 halves in the checkpoint."""
+        return any(self.names.is_mxfp4(hf) for hf in self._hf_names(param))
 
-    def is_bfloat16(self, slot: Slot) -> bool:
-        """Whether a slot's tensors are bfloat16 in the checkpoint, and so are other layers'."""
-        return self._bfloat16[slot.key]
+    def is_bfloat16(self, param: Param) -> bool:
+        """Whether a parameter's tensors are bfloat16 in the checkpoint, as are other layers'."""
+        return self._bfloat16[param.key]
 
     @cached_property
     def _bfloat16(self) -> dict[str, bool]:
-        keeps_bfloat16 = {slot.key: True for slot in self.slots}
-        for slot in self.slots:
-            stored = (name for hf in self._hf_names(slot) for name in self.names.stored(hf))
-            keeps_bfloat16[slot.key] &= all(
+        keeps_bfloat16 = {param.key: True for param in self.params}
+        for param in self.params:
+            stored = (name for hf in self._hf_names(param) for name in self.names.stored(hf))
+            keeps_bfloat16[param.key] &= all(
                 self.source.info(name).dtype == "BF16" for name in stored
             )
         return keeps_bfloat16
 
-    def _hf_names(self, slot: Slot) -> list[str]:
-        names = [self.names.find(hf) for hf in slot.hf_names]
+    def _hf_names(self, param: Param) -> list[str]:
+        names = [self.names.find(hf) for hf in param.hf_names]
         return [name for name in names if name is not None]
 
     def _read(self, name: str, experts: slice) -> np.ndarray:
@@ -146,10 +149,10 @@ class TensorPlan:
     def _check(self, config: Decoder) -> None:
         missing, mistyped, misshapen = [], [], []
         used = {name for names in self.packed.values() for name in names}
-        for slot in self.slots:
-            if slot.name in self.packed:
+        for param in self.params:
+            if param.name in self.packed:
                 continue
-            for hf, wanted in zip(slot.hf_names, slot.line.hf_shapes(self.sizes), strict=True):
+            for hf, wanted in zip(param.hf_names, param.line.hf_shapes(self.sizes), strict=True):
                 stored_name = self.names.find(hf)
                 if stored_name is None:
                     missing.append(f"{hf} {list(wanted)}")
@@ -178,7 +181,7 @@ class TensorPlan:
             return True
         if name != self.names.find("lm_head.weight") or not config.tied_embeddings:
             return False
-        embed = self.names.find(self.slots[0].hf_names[0])
+        embed = self.names.find(self.params[0].hf_names[0])
         if embed is None:
             return False
         same = self.source.info(name).shape == self.source.info(embed).shape and np.array_equal(

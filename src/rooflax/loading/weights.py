@@ -1,4 +1,4 @@
-"""Reads a checkpoint's tensors as a model's weights: one slot at a time, or one layer.
+"""Reads a checkpoint's tensors as a model's weights: one parameter at a time, or one layer.
 
 Memory holds the weights made so far and those that come next: the file's pages are let go of as
 they are consumed.
@@ -25,7 +25,8 @@ from rooflax.nn.host_memory import give_back_freed
 from rooflax.nn.placement import Placer
 from rooflax.nn.stacking import Stacks
 from rooflax.nn.storage import Storage
-from rooflax.nn.weights import Slot, Where, assemble
+from rooflax.nn.tensor_layouts import Where
+from rooflax.nn.weights import Param, assemble
 from rooflax.ops.host_arrays import ALIGNMENT, Arena, Put, arena_bytes
 from rooflax.ops.weights import quantized_parts
 
@@ -55,7 +56,7 @@ AHEAD_IN_LAYER = {Route.COPY, Route.PACKED}
 
 
 class WeightReader:
-    """A model's weights, slot by slot or layer by layer.
+    """A model's weights, parameter by parameter or layer by layer.
 
     Args:
         source: the checkpoint's tensors.
@@ -63,13 +64,13 @@ class WeightReader:
         storage: the width at which each weight is kept.
         check: reject weights that hold NaN or infinity.
         place: splits each weight over the devices of a mesh.
-        prequantized: packs the slots of `storage.prequantized`.
-        packed: by slot, the names of our own tensors that hold it packed, in place of the table's.
+        prequantized: packs the parameters of `storage.prequantized`.
+        packed: by parameter, our own tensors that hold it packed, in place of the table's.
 
     Attributes:
-        slots: all of them, those outside the layers first.
-        plans: by a slot's name, what its weight becomes in memory.
-        routes: by a slot's name, how its weight gets there.
+        parameters: all of them, those outside the layers first.
+        plans: by a parameter's name, what its weight becomes in memory.
+        routes: by a parameter's name, how its weight gets there.
 
     Raises:
         CheckpointError: tensors missing, superfluous, of another shape, or of a type that is no
@@ -92,61 +93,61 @@ class WeightReader:
         self._config, self._check = config, check
         self._place, self._prequantized = place, prequantized
         self._readers = ThreadPoolExecutor(READERS, "weights")
-        self.slots, shards = self._tensors.slots, place and place.shards
+        self.params, shards = self._tensors.params, place and place.shards
         self.plans = {
-            slot.name: storage.of(
-                slot, config, is_bfloat16=self._tensors.is_bfloat16(slot), shards=shards
+            param.name: storage.of(
+                param, config, is_bfloat16=self._tensors.is_bfloat16(param), shards=shards
             )
-            for slot in self.slots
+            for param in self.params
         }
-        self.routes = {slot.name: self._route(slot) for slot in self.slots}
+        self.routes = {param.name: self._route(param) for param in self.params}
 
-    def _route(self, slot: Slot) -> Route:
-        plan = self.plans[slot.name]
+    def _route(self, param: Param) -> Route:
+        plan = self.plans[param.name]
         if self._place is not None:
             return Route.SPLIT_CODES if plan.is_prequantized else Route.SPLIT
         if plan.is_prequantized:
-            return Route.PACKED if slot.name in self._tensors.packed else Route.REPACK
-        if plan.format is not None or self._tensors.is_mxfp4(slot):
+            return Route.PACKED if param.name in self._tensors.packed else Route.REPACK
+        if plan.format is not None or self._tensors.is_mxfp4(param):
             return Route.CONVERT
         return Route.PAIR if plan.is_paired else Route.COPY
 
-    def num_bytes(self, slot: Slot) -> int:
+    def num_bytes(self, param: Param) -> int:
         """The bytes of a weight on its device."""
-        return self.plans[slot.name].num_bytes()
+        return self.plans[param.name].num_bytes()
 
-    def _of_layer(self, index: int) -> list[Slot]:
-        return [slot for slot in self.slots if slot.layer == index]
+    def _of_layer(self, index: int) -> list[Param]:
+        return [param for param in self.params if param.layer == index]
 
     def arena_bytes(self, index: int) -> int:
         """The bytes of an `Arena` for `layer`: three arrays at most for each weight's part."""
-        plans = [self.plans[slot.name] for slot in self._of_layer(index)]
+        plans = [self.plans[param.name] for param in self._of_layer(index)]
         arrays = 3 * sum(len(plan.parts()) if plan.format else 1 for plan in plans)
         return sum(arena_bytes(plan.num_bytes()) for plan in plans) + arrays * ALIGNMENT
 
     def leaves(
         self,
-        slots: Iterable[Slot],
+        params: Iterable[Param],
         progress: Callable[[int], None] | None = None,
         stacks: Stacks | None = None,
-    ) -> Iterator[tuple[Slot, Any]]:
-        """Each of these slots with its weight; the file's pages are let go of.
+    ) -> Iterator[tuple[Param, Any]]:
+        """Each of these parameters with its weight; the file's pages are let go of.
 
         Args:
             stacks: on the host; layers' weights are then host arrays, in their rows where they are
                 only copied.
         """
 
-        def read(slot: Slot) -> Callable[[], Any]:
-            if stacks is None or slot.layer is None:
-                return partial(self._read, slot)
-            return partial(self._read, slot, _as_it_is, partial(stacks.empty, slot))
+        def read(param: Param) -> Callable[[], Any]:
+            if stacks is None or param.layer is None:
+                return partial(self._read, param)
+            return partial(self._read, param, _as_it_is, partial(stacks.empty, param))
 
-        for slot, leaf in self._ahead(slots, read, AHEAD):
-            yield slot, leaf
-            self._tensors.release(slot)
+        for param, leaf in self._ahead(params, read, AHEAD):
+            yield param, leaf
+            self._tensors.release(param)
             if progress:
-                progress(self.num_bytes(slot))
+                progress(self.num_bytes(param))
 
     def weights(
         self, progress: Callable[[int], None] | None = None, *, stacked: bool = False
@@ -160,10 +161,10 @@ class WeightReader:
         """
         config = self._config
         if not stacked or self._place is not None:
-            return assemble(config.num_layers, self.leaves(self.slots, progress))
+            return assemble(config.num_layers, self.leaves(self.params, progress))
         stacks = Stacks(config.num_layers, config.groups.period)
         rows = stacks if stacks.on_host else None
-        return stacks.filled(self.leaves(self.slots, progress, rows))
+        return stacks.filled(self.leaves(self.params, progress, rows))
 
     def layer(self, index: int, arena: Arena | None) -> dict[str, Any]:
         """One layer's weights, ready for use, which are not checked again.
@@ -171,54 +172,64 @@ class WeightReader:
         Args:
             arena: cleared, then holds them on a CPU device; None leaves that to the device.
         """
-        slots, put, empty = self._of_layer(index), None, None
+        params, put, empty = self._of_layer(index), None, None
         if arena is not None:
             arena.clear()
             put, empty = arena.put, arena.empty
-        for slot in slots:
-            self._tensors.prefetch(slot)
+        for param in params:
+            self._tensors.prefetch(param)
 
-        def read(slot: Slot) -> Callable[[], Any]:
-            is_copied = self.routes[slot.name] is Route.COPY
-            return partial(self._read, slot, None if is_copied else put, empty, check=False)
+        def read(param: Param) -> Callable[[], Any]:
+            is_copied = self.routes[param.name] is Route.COPY
+            return partial(self._read, param, None if is_copied else put, empty, check=False)
 
         layer: dict[str, Any] = {}
-        for slot, leaf in self._ahead(slots, read, AHEAD_IN_LAYER):
-            layer[slot.key] = leaf
-            self._tensors.release(slot)
+        for param, leaf in self._ahead(params, read, AHEAD_IN_LAYER):
+            layer[param.key] = leaf
+            self._tensors.release(param)
         jax.block_until_ready(layer)
-        if any(self.routes[slot.name] not in AHEAD_IN_LAYER for slot in slots):
+        if any(self.routes[param.name] not in AHEAD_IN_LAYER for param in params):
             give_back_freed()  # what packing left behind
         return layer
 
     def _ahead(
-        self, slots: Iterable[Slot], read: Callable[[Slot], Callable[[], Any]], routes: set[Route]
-    ) -> Iterator[tuple[Slot, Any]]:
-        """Each slot's weight in order; threads are a little ahead with those of `routes`."""
-        waiting: deque[tuple[Slot, Callable[[], Any]]] = deque()
-        for slot in slots:
-            ahead = self.routes[slot.name] in routes
-            waiting.append((slot, self._readers.submit(read(slot)).result if ahead else read(slot)))
+        self,
+        params: Iterable[Param],
+        read: Callable[[Param], Callable[[], Any]],
+        routes: set[Route],
+    ) -> Iterator[tuple[Param, Any]]:
+        """Each parameter's weight in order; threads are a little ahead with those of `routes`."""
+        waiting: deque[tuple[Param, Callable[[], Any]]] = deque()
+        for param in params:
+            ahead = self.routes[param.name] in routes
+            waiting.append(
+                (param, self._readers.submit(read(param)).result if ahead else read(param))
+            )
             if len(waiting) > READERS:
                 first, wait = waiting.popleft()
                 yield first, wait()
-        for slot, wait in waiting:
-            yield slot, wait()
+        for param, wait in waiting:
+            yield param, wait()
 
     def _read(
-        self, slot: Slot, put: Put | None = None, empty: Empty | None = None, *, check: bool = True
+        self,
+        param: Param,
+        put: Put | None = None,
+        empty: Empty | None = None,
+        *,
+        check: bool = True,
     ) -> Any:
         """A weight by its route, where `put` puts it; None is on the device.
 
         Args:
             empty: makes the array that numbers are copied to.
         """
-        plan, check = self.plans[slot.name], check and self._check
+        plan, check = self.plans[param.name], check and self._check
         keyword = {} if put is None else {"put": put}
-        match self.routes[slot.name]:
+        match self.routes[param.name]:
             case Route.SPLIT:
                 assert self._place is not None
-                return self._place(plan, lambda where: self._numbers(slot, where, check=check))
+                return self._place(plan, lambda where: self._numbers(param, where, check=check))
             case Route.SPLIT_CODES:
                 assert self._place is not None
                 assert self._prequantized is not None
@@ -226,22 +237,22 @@ class WeightReader:
                 return self._place(plan, parts.rows, parts.keep)
             case Route.PACKED | Route.REPACK:
                 assert self._prequantized is not None
-                leaf = self._prequantized.packed(slot, **keyword)
+                leaf = self._prequantized.packed(param, **keyword)
                 for part in quantized_parts(leaf) if check else ():
-                    check_scales(slot, part.format, np.asarray(part.scales))
+                    check_scales(param, part.format, np.asarray(part.scales))
                 return leaf
             case Route.COPY:
-                return plan.keep(self._numbers(slot, None, empty, check=check), **keyword)
-        return plan.keep(self._numbers(slot, check=check), **keyword)
+                return plan.keep(self._numbers(param, None, empty, check=check), **keyword)
+        return plan.keep(self._numbers(param, check=check), **keyword)
 
     def _numbers(
-        self, slot: Slot, where: Where | None = None, empty: Empty | None = None, *, check: bool
+        self, param: Param, where: Where | None = None, empty: Empty | None = None, *, check: bool
     ) -> np.ndarray:
         """A weight's numbers, or a part of them."""
-        plan = self.plans[slot.name]
+        plan = self.plans[param.name]
         array = self._tensors.read(plan, where, empty)
         if check:
-            check_finite(slot, array, plan.format)
+            check_finite(param, array, plan.format)
         return array
 
 

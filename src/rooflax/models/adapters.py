@@ -20,7 +20,7 @@ from rooflax.models.model import Model
 from rooflax.models.registry import family
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.storage import is_head
-from rooflax.nn.weights import (
+from rooflax.nn.tensor_layouts import (
     QKV,
     Conv1D,
     HeadRows,
@@ -28,12 +28,11 @@ from rooflax.nn.weights import (
     Parallel,
     Rows,
     Shape,
-    Slot,
     StackedExperts,
     Swapped,
     TensorLayout,
-    WeightLine,
 )
+from rooflax.nn.weights import Param, WeightLine
 from rooflax.ops.linear.adapted import Adapted
 from rooflax.ops.weights import as_operand
 from rooflax.ops.weights.quantized import namespace
@@ -69,7 +68,7 @@ class Target:
     """A linear layer that an adapter may change.
 
     Attributes:
-        slot: the weight that holds it; its line has the tensor that the layer's is.
+        param: the weight that holds it; its line has the tensor that the layer's is.
         index: which of the line's tensors it is.
         inputs, outputs: features.
         names: its module's paths in transformers' models; the first is that of the causal language
@@ -77,7 +76,7 @@ class Target:
         is_usual: checkpoints of the family have it so; some have it fused, or in parts.
     """
 
-    slot: Slot
+    param: Param
     index: int
     inputs: int
     outputs: int
@@ -91,18 +90,18 @@ class Target:
     @property
     def weight(self) -> str:
         """The tensor's name in checkpoints; of a tied head one that they do not have."""
-        if self.slot.key == HEAD:  # which some families' checkpoints name otherwise
-            return self.slot.hf_names[0]
+        if self.param.key == HEAD:  # which some families' checkpoints name otherwise
+            return self.param.hf_names[0]
         return f"{self.module}.weight"
 
     @property
     def is_head(self) -> bool:
-        return self.slot.layer is None and HEAD in self.names
+        return self.param.layer is None and HEAD in self.names
 
     @property
     def is_transposed(self) -> bool:
         """Whether the checkpoint has it as [in, out], as GPT-2's Conv1D."""
-        return not self.is_head and isinstance(self.slot.line.layout, Conv1D | Swapped)
+        return not self.is_head and isinstance(self.param.line.layout, Conv1D | Swapped)
 
 
 FREE = {"columns": 1.0, "magnitude": 0.0}
@@ -122,26 +121,26 @@ def targets(name: str, config: Decoder) -> dict[str, Target]:
     prefixes: tuple[str, ...] = getattr(family(name), "HF_PREFIXES", ("model.", ""))
     sizes = config.axis_sizes
 
-    def add(slot: Slot, lines: list[WeightLine], *, is_usual: bool) -> None:
+    def add(param: Param, lines: list[WeightLine], *, is_usual: bool) -> None:
         """The tensors of a line, with their names in further ones."""
-        placed = replace(slot, line=lines[0])
+        placed = replace(param, line=lines[0])
         inputs = math.prod(lines[0].in_out_shape(sizes)[0])
         shapes = lines[0].hf_shapes(sizes)
-        each = zip(*(replace(slot, line=line).hf_names for line in lines), strict=True)
+        each = zip(*(replace(param, line=line).hf_names for line in lines), strict=True)
         for index, (tensors, shape) in enumerate(zip(each, shapes, strict=True)):
             bare = (t.removesuffix(".weight").removeprefix(prefixes[0]) for t in tensors)
             names = tuple(prefix + module for module in bare for prefix in prefixes)
             outputs = math.prod(shape) // inputs
             by_name[names[0]] = Target(placed, index, inputs, outputs, names, is_usual)
 
-    for slot in config.slots():
-        lines = [line for line in slot.line.places if _is_adaptable(line)]
+    for param in config.params():
+        lines = [line for line in param.line.places if _is_adaptable(line)]
         alike = [line for line in lines if len(line.names) == len(lines[0].names)]
-        if slot.layer is not None and alike:
-            add(slot, alike, is_usual=True)
-        for line in [line for line in lines if slot.layer is not None and line not in alike]:
-            add(slot, [line], is_usual=False)
-    head = next((slot for slot in config.slots() if is_head(slot, config)), None)
+        if param.layer is not None and alike:
+            add(param, alike, is_usual=True)
+        for line in [line for line in lines if param.layer is not None and line not in alike]:
+            add(param, [line], is_usual=False)
+    head = next((param for param in config.params() if is_head(param, config)), None)
     if head is not None and config.has_head:
         outer = dict.fromkeys(prefix.removesuffix("model.") for prefix in prefixes if prefix)
         names = HEAD, *(prefix + HEAD for prefix in outer if prefix)
@@ -153,13 +152,13 @@ def tables(name: str, config: Decoder) -> dict[str, Target]:
     """Embedding and head by their modules' paths, of which a full copy may be trained beside an
     adapter (PEFT's modules_to_save); none where they are one matrix."""
     head = targets(name, config).get(HEAD)
-    if head is None or head.slot.key != HEAD:
+    if head is None or head.param.key != HEAD:
         return {}
     prefixes: tuple[str, ...] = getattr(family(name), "HF_PREFIXES", ("model.", ""))
-    slot = next(slot for slot in config.slots() if slot.key == "embed")
-    bare = slot.hf_names[0].removesuffix(".weight").removeprefix(prefixes[0])
+    param = next(param for param in config.params() if param.key == "embed")
+    bare = param.hf_names[0].removesuffix(".weight").removeprefix(prefixes[0])
     names = tuple(prefix + bare for prefix in prefixes)
-    return {HEAD: head, names[0]: replace(head, slot=slot, names=names)}
+    return {HEAD: head, names[0]: replace(head, param=param, names=names)}
 
 
 @dataclass(frozen=True)
@@ -168,13 +167,13 @@ class Experts:
     change by PEFT's target_parameters: A and B of each lie in one A and one B.
 
     Attributes:
-        slot: the weight that holds them; its line has the tensor that the parameter is.
+        param: the weight that holds them; its line has the tensor that the parameter is.
         count: of the experts.
         inputs, outputs: features of each.
         parameter: its path.
     """
 
-    slot: Slot
+    param: Param
     count: int
     inputs: int
     outputs: int
@@ -195,16 +194,16 @@ class Experts:
         """The checkpoint's tensor with an adapter in it, in float32."""
         a, b = self.factors(part)
         change = a @ b
-        if isinstance(self.slot.line.layout, StackedExperts):  # [experts, out, in]
+        if isinstance(self.param.line.layout, StackedExperts):  # [experts, out, in]
             change = change.swapaxes(1, 2)
         return tensor.astype(np.float32) + change
 
     def adapted(self, leaf: Any, part: LowRank, sizes: Mapping[str, int]) -> Any:
         """Our weight with an adapter in it, in float32; it has no gradient itself."""
-        shape, out_shape = self.slot.line.in_out_shape(sizes)
+        shape, out_shape = self.param.line.in_out_shape(sizes)
         w = as_operand(leaf, contract=len(shape) - 1, stack=1).in_stack()[0].numbers()
         a, b = self.factors(part)
-        order = _expert_order(self.slot.line.layout, out_shape)
+        order = _expert_order(self.param.line.layout, out_shape)
         return (jax.lax.stop_gradient(w) + a @ b[:, :, order]).reshape(*shape, *out_shape)
 
 
@@ -221,17 +220,17 @@ def expert_targets(name: str, config: Decoder) -> dict[str, Experts]:
     """The parameters of experts that adapters may change, by their paths; of each layer in the
     order in which PEFT wraps them, the innermost first."""
     prefixes: tuple[str, ...] = getattr(family(name), "HF_PREFIXES", ("model.", ""))
-    sizes, found = config.axis_sizes, dict[str, Experts]()
-    for slot in config.slots():
-        for line in slot.line.places if slot.layer is not None else ():
+    sizes, experts = config.axis_sizes, dict[str, Experts]()
+    for param in config.params():
+        for line in param.line.places if param.layer is not None else ():
             if line.num_stacked != 1 or "->" not in line.axes or len(line.names) != 1:
                 continue
-            placed = replace(slot, line=line)
+            placed = replace(param, line=line)
             path = prefixes[0] + placed.hf_names[0].removeprefix(prefixes[0])
             (count, *inner), outer = line.in_out_shape(sizes)
-            own = Experts(placed, count, math.prod(inner), math.prod(outer), path)
-            found.setdefault(path, own)  # the family's own layout comes first
-    return found
+            target = Experts(placed, count, math.prod(inner), math.prod(outer), path)
+            experts.setdefault(path, target)  # the family's own layout comes first
+    return experts
 
 
 def _is_adaptable(line: WeightLine) -> bool:
@@ -301,7 +300,7 @@ def side_by_side(
     return a, xp.concatenate(wide, axis=0)[:, order], outputs("columns"), outputs("magnitude")
 
 
-def by_slot(
+def by_param(
     name: str, config: Decoder, adapters: Adapters
 ) -> dict[Place, tuple[Target, dict[int, LowRank]]]:
     """The adapters of each weight by its layer and key, with one of its targets.
@@ -313,8 +312,8 @@ def by_slot(
     pieces: dict[Place, tuple[Target, dict[int, LowRank]]] = {}
     for module, part in adapters.items():
         target = known[module]
-        one, parts = pieces.setdefault((target.slot.layer, target.slot.key), (target, {}))
-        if one.slot.line != target.slot.line:
+        one, parts = pieces.setdefault((target.param.layer, target.param.key), (target, {}))
+        if one.param.line != target.param.line:
             raise CheckpointError(
                 f"The adapter changes {one.module} and {module}, which name the same weights."
             )
@@ -332,10 +331,10 @@ def adapted_weights(
     name: str, config: Decoder, weights: dict[str, Any], adapters: Adapters
 ) -> dict[str, Any]:
     """`adapted` of the tree of weights."""
-    changed = by_slot(name, config, adapters)
+    changed = by_param(name, config, adapters)
     sizes = config.axis_sizes
     made = {
-        at: side_by_side(target.slot.line, sizes, parts, is_head=target.is_head)
+        at: side_by_side(target.param.line, sizes, parts, is_head=target.is_head)
         for at, (target, parts) in changed.items()
     }
     return _placed(config, weights, made, {at: target for at, (target, _) in changed.items()})
@@ -356,19 +355,19 @@ def banked(
     """
     name, config = model.family, model.config
     known = targets(name, config)
-    lines: dict[Place, list[Target]] = {}
+    by_place: dict[Place, list[Target]] = {}
     for module in modules:
         target = known[module]
-        lines.setdefault((target.slot.layer, target.slot.key), []).append(target)
+        by_place.setdefault((target.param.layer, target.param.key), []).append(target)
     most: dict[str, int] = {}  # tensors of a weight in any layer: stacked layers are of one shape
-    for (_, key), group in lines.items():
-        most[key] = max(most.get(key, 0), len(group))
-    each = [None if one is None else by_slot(name, config, one) for one in banks]
+    for (_, key), neighbors in by_place.items():
+        most[key] = max(most.get(key, 0), len(neighbors))
+    each = [None if one is None else by_param(name, config, one) for one in banks]
     made: dict[Place, Matrices] = {}
-    for at, group in lines.items():
+    for at, neighbors in by_place.items():
         width = rank * most[at[1]]
-        first = group[0]
-        out_shape = first.slot.line.in_out_shape(config.axis_sizes)[1]
+        first = neighbors[0]
+        out_shape = first.param.line.in_out_shape(config.axis_sizes)[1]
         inner, outer = first.inputs, math.prod(out_shape)
         rows, columns = [], []
         for number, bank in enumerate(each):
@@ -378,13 +377,13 @@ def banked(
                 a, b = np.zeros((inner, width), np.float32), np.zeros((width, outer), np.float32)
             if bank is not None and at in bank:
                 target, parts = bank[at]
-                line = target.slot.line
+                line = target.param.line
                 few, wide, *_ = side_by_side(line, config.axis_sizes, parts, is_head=False)
                 a[:, : few.shape[1]], b[: few.shape[1]] = few, wide
             rows.append(a)
             columns.append(b)
         made[at] = np.concatenate(rows, axis=1), np.concatenate(columns, axis=0), None, None
-    places = {at: group[0] for at, group in lines.items()}
+    places = {at: neighbors[0] for at, neighbors in by_place.items()}
     weights = _placed(config, model.weights, made, places, slots=len(banks))
     return replace(model, weights=jax.tree.map(_on_device, weights))
 
@@ -396,9 +395,9 @@ def _slot_of(
     layer, key = at
     assert layer is not None
     is_stacked = "stacked_layers" in weights
-    groups = weights["stacked_layers" if is_stacked else "layers"]
-    row, index = divmod(layer, len(groups))
-    leaf = groups[index][key]
+    layers = weights["stacked_layers" if is_stacked else "layers"]
+    row, index = divmod(layer, len(layers))
+    leaf = layers[index][key]
     a, b = (leaf.a[row], leaf.b[row]) if is_stacked else (leaf.a, leaf.b)
     ranks = slice(slot * width, (slot + 1) * width)
     return np.asarray(a)[:, ranks], np.asarray(b)[ranks]
@@ -417,7 +416,7 @@ def _placed(
 ) -> dict[str, Any]:
     """The weights with these matrices beside them."""
     shapes = {
-        key: (target.slot.line.in_out_shape(config.axis_sizes), target.is_head)
+        key: (target.param.line.in_out_shape(config.axis_sizes), target.is_head)
         for (_, key), target in places.items()
     }
     placed = dict(weights)
@@ -425,19 +424,19 @@ def _placed(
         if layer is None:
             placed[key] = _adapted(weights[key], [lines], *shapes[key], config, stacked=False)
     stacked = "stacked_layers" in weights
-    groups = weights["stacked_layers" if stacked else "layers"]
-    period = len(groups)
-    layers = []
-    for index, group in enumerate(groups):
+    layers = weights["stacked_layers" if stacked else "layers"]
+    period = len(layers)
+    new_layers = []
+    for index, layer in enumerate(layers):
         rows = range(index, config.num_layers, period)
-        new = dict(group)
-        for key in group:
+        new = dict(layer)
+        for key in layer:
             each = [made.get((row, key)) for row in rows]
             if any(lines is not None for lines in each):
-                one = _adapted(group[key], each, *shapes[key], config, stacked=stacked)
+                one = _adapted(layer[key], each, *shapes[key], config, stacked=stacked)
                 new[key] = replace(one, slots=slots)
-        layers.append(new)
-    placed["stacked_layers" if stacked else "layers"] = tuple(layers)
+        new_layers.append(new)
+    placed["stacked_layers" if stacked else "layers"] = tuple(new_layers)
     return placed
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.rope_reader import read_rope
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.parts import Attention, Layer, Mlp
 from rooflax.nn.rope import Rope
@@ -77,7 +78,7 @@ def read_attention(
         raise CheckpointError(f"config.json has head_dim = {head_dim}; RoPE needs an even one.")
     norm = norm or NormKind(reader.number("rms_norm_eps", norm_eps))
     if theta is not None:
-        parts["rope"] = reader.rope(head_dim, theta, partial)
+        parts["rope"] = read_rope(reader, head_dim, theta, partial)
     return Attention(num_heads, num_kv_heads, head_dim, norm, **parts)
 
 
@@ -115,8 +116,8 @@ def read_nested_ropes(
         reader.inner(f"rope_parameters.{kind}", {"rope_parameters": nested.get(kind)} | length)
         for kind in kinds
     )
-    local_rope = local.rope(local_dim or head_dim, local_theta)
-    return full.rope(head_dim, full_theta), local_rope
+    local_rope = read_rope(local, local_dim or head_dim, local_theta)
+    return read_rope(full, head_dim, full_theta), local_rope
 
 
 def read_kinds_ropes(
@@ -133,7 +134,7 @@ def read_kinds_ropes(
             f"config.json has rope_scaling.type = {stated['type']!r:.80} and no rope_type, which "
             f"transformers passes over for {reader.model_type}; name it rope_type."
         )
-    return reader.rope(head_dim, full_theta), Rope(local_theta)
+    return read_rope(reader, head_dim, full_theta), Rope(local_theta)
 
 
 def nested_ropes(decoder: Decoder) -> dict[str, Any]:

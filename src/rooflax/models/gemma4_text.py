@@ -74,7 +74,9 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
     reader.assume(**DEFAULTS)
     reader.expect("use_bidirectional_attention", None, "vision")  # which is of images' tokens
     count = common.num_layers(reader)
-    kinds = reader.layer_types(count, [_default_kind(i) for i in range(count)])
+    kinds = reader.layer_types(
+        count, ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(count)]
+    )
     kinds = [*kinds[:-1], "full_attention"]
     attentions = _read_attentions(reader, kinds)
     norm = attentions["full_attention"].norm
@@ -102,10 +104,6 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
         logit_cap=reader.number(cap) if reader.get(cap, None) is not None else None,
         names=EXPERTS if decoder.moe else TensorNames(),
     )
-
-
-def _default_kind(index: int) -> str:
-    return "sliding_attention" if (index + 1) % 6 else "full_attention"
 
 
 def _read_attentions(reader: ConfigReader, kinds: Sequence[str]) -> dict[str, Attention]:

@@ -16,7 +16,8 @@ from rooflax.models.gguf import GGUFSpec
 from rooflax.models.gguf_changes import Transposed
 from rooflax.nn.decoder import Decoder, TensorNames
 from rooflax.nn.parts import Attention, Layer, Mlp
-from rooflax.nn.weights import Conv1D, Flat, StoredAs, Swapped, TensorLayout
+from rooflax.nn.tensor_layouts import Conv1D, Flat, Swapped, TensorLayout
+from rooflax.nn.weights import StoredAs
 from rooflax.nn.wiring import NormKind
 from rooflax.ops.activation import ACTIVATIONS
 

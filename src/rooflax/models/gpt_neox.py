@@ -19,7 +19,8 @@ from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.decoder import Decoder, TensorNames
 from rooflax.nn.parts import Attention, Layer, Mlp
 from rooflax.nn.rope import Rope
-from rooflax.nn.weights import QKV, Rows, Shape, StoredAs, TensorLayout
+from rooflax.nn.tensor_layouts import QKV, Rows, Shape, TensorLayout
+from rooflax.nn.weights import StoredAs
 from rooflax.nn.wiring import NormKind
 from rooflax.ops.activation import ACTIVATIONS
 

@@ -27,10 +27,12 @@ from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec
 from rooflax.models.gguf_changes import KEEP, Interleaved, InterleavedBias, Transposed
 from rooflax.models.gguf_names import COMMON, DOWN, GATE, POST_NORM, UP, WINDOW
+from rooflax.models.rope_reader import read_rope
 from rooflax.nn.decoder import Decoder, TensorNames
 from rooflax.nn.parts import ATTENTION, MLP, Layer, Moe
 from rooflax.nn.rope import Rope, RopeScaling
-from rooflax.nn.weights import Linear, StoredAs, Swapped, TensorLayout
+from rooflax.nn.tensor_layouts import Linear, Swapped, TensorLayout
+from rooflax.nn.weights import StoredAs
 from rooflax.nn.wiring import NormKind
 from rooflax.ops.linear import ClampedSwiglu
 
@@ -76,7 +78,7 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
 
 def _read_rope(reader: ConfigReader, head_dim: int) -> Rope:
     if reader.get("rope_parameters", None) is not None or reader.get("rope_scaling", None):
-        rope = reader.rope(head_dim, 150_000.0)
+        rope = read_rope(reader, head_dim, 150_000.0)
     else:
         rope = Rope(reader.number("rope_theta", 150_000.0), DEFAULT_ROPE)
     if rope.scaling is not None and rope.scaling.original_max_position:

@@ -14,6 +14,7 @@ from rooflax.errors import CheckpointError
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec
+from rooflax.models.rope_reader import read_rope
 from rooflax.nn.decoder import Decoder, TensorNames
 from rooflax.nn.parts import ATTENTION
 from rooflax.nn.rope import MOST, Rope
@@ -53,7 +54,7 @@ def _read_rope(reader: ConfigReader, head_dim: int) -> Rope:
     key = "rope_parameters" if reader.get("rope_parameters", None) else "rope_scaling"
     scaling_values = reader.get(key, None)
     if not isinstance(scaling_values, dict) or not scaling_values.get("alpha"):
-        return reader.rope(head_dim)
+        return read_rope(reader, head_dim)
     scaling = reader.inner(key, scaling_values)
     scaling.waive("beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim")
     for key in ("type", "rope_type"):

@@ -13,7 +13,7 @@ from rooflax.nn.decoder import Decoder
 from rooflax.nn.placement import Placer
 from rooflax.nn.stacking import Stacks
 from rooflax.nn.storage import Storage, WeightPlan
-from rooflax.nn.weights import Slot, assemble
+from rooflax.nn.weights import Param, assemble
 
 DEVIATION = 0.02
 DEFAULT_STORAGE = Storage()
@@ -37,17 +37,17 @@ def random_weights(
 
     Args:
         storage: at which width each weight is kept.
-        place: puts of each slot's host array what devices of a mesh hold there.
+        place: puts of each parameter's host array what devices of a mesh hold there.
         stacked: gather the layers in stacks, for `layers="scan"`; with `place` that comes later.
         progress: called with the bytes of each weight when it is done.
     """
 
-    def arrays() -> Iterator[tuple[Slot, Any]]:
-        for slot in config.slots():
-            plan = storage.of(slot, config, shards=place and place.shards)
+    def arrays() -> Iterator[tuple[Param, Any]]:
+        for param in config.params():
+            plan = storage.of(param, config, shards=place and place.shards)
             dtype = storage.dtype if plan.format else plan.dtype
             array = _values(plan, config, seed, dtype)
-            yield slot, plan.keep(array) if place is None else place(plan, array.__getitem__)
+            yield param, plan.keep(array) if place is None else place(plan, array.__getitem__)
             if progress:
                 progress(plan.num_bytes())
 
@@ -57,9 +57,9 @@ def random_weights(
 
 
 def _values(plan: WeightPlan, config: Decoder, seed: int, dtype: str) -> np.ndarray:
-    slot, shape, init = plan.slot, plan.shape, plan.slot.line.init
+    param, shape, init = plan.param, plan.shape, plan.param.line.init
     if init in ("ones", "zeros"):
         return np.full(shape, float(init == "ones"), jnp.dtype(dtype))
-    rng = np.random.default_rng((seed, zlib.crc32(slot.name.encode())))
+    rng = np.random.default_rng((seed, zlib.crc32(param.name.encode())))
     std = DEVIATION / np.sqrt(2 * config.num_layers) if init == "residual" else DEVIATION
     return (rng.standard_normal(shape, np.float32) * np.float32(std)).astype(jnp.dtype(dtype))

@@ -16,6 +16,7 @@ from rooflax.models.gguf import GGUFSpec, Metadata, MetadataReader, Raw, full_ro
 from rooflax.models.gguf_changes import HeadStacks
 from rooflax.models.gguf_names import COMMON, NameTable
 from rooflax.models.glm4_moe import CHOICE_BIAS, KEYS, NAMES
+from rooflax.models.rope_reader import read_rope
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.latent import LatentAttention
 from rooflax.nn.parts import ATTENTION, Layer, Mlp, Moe
@@ -83,21 +84,21 @@ def read_groups(reader: ConfigReader) -> dict[str, int]:
 
 def read_attention(reader: ConfigReader, interleaved: bool) -> LatentAttention:
     reader.assume(**SIZES)
-    rank, nope, turned, value = (reader.size(key, most=common.MOST_DIMENSIONS) for key in SIZES)
+    rank, nope, rope_dim, value = (reader.size(key, most=common.MOST_DIMENSIONS) for key in SIZES)
     heads = reader.size("num_attention_heads")
-    for key, dim in (("num_key_value_heads", heads), ("head_dim", turned)):
+    for key, dim in (("num_key_value_heads", heads), ("head_dim", rope_dim)):
         reader.expect(key, dim)
-    reader.expect("qk_head_dim", nope + turned)
-    if turned % 2:
-        raise CheckpointError(f"config.json has qk_rope_head_dim = {turned}; it must be even.")
+    reader.expect("qk_head_dim", nope + rope_dim)
+    if rope_dim % 2:
+        raise CheckpointError(f"config.json has qk_rope_head_dim = {rope_dim}; it must be even.")
     query_rank = None if reader.has("q_lora_rank") else QUERY_RANK
     if reader.get("q_lora_rank", query_rank) is not None:
         query_rank = reader.size("q_lora_rank", query_rank)
-    rope = reader.rope(turned)
+    rope = read_rope(reader, rope_dim)
     stated = reader.get("rope_parameters", None) or reader.get("rope_scaling", None) or {}
     mscale = stated.get("mscale_all_dim") or 0.0 if rope.scaling else 0.0
     norm = NormKind(reader.number("rms_norm_eps", 1e-6))
-    sizes = heads, nope, turned, value, rank, norm, rope, query_rank
+    sizes = heads, nope, rope_dim, value, rank, norm, rope, query_rank
     bias = reader.flag("attention_bias", False)
     return LatentAttention(*sizes, float(mscale), interleaved, bias)
 
@@ -135,24 +136,24 @@ def _gguf_tensors(decoder: Decoder, present: Collection[str]) -> NameTable:
 def read_gguf(reader: MetadataReader, raw: Raw) -> Raw:
     """Latent attention, of which files have the one key and value; old ones those of heads."""
     reader.expect("expert_gating_func", 1, 2)  # softmax, sigmoids
-    heads, turned = raw.get("num_attention_heads"), raw.get("qk_rope_head_dim")
+    heads, rope_dim = raw.get("num_attention_heads"), raw.get("qk_rope_head_dim")
     rank, size = raw.get("kv_lora_rank"), reader.get("attention.key_length_mla")
     if is_old := size is None:
         size = reader.get("attention.key_length")
-    elif type(rank) is int and type(turned) is int:
-        reader.expect("attention.key_length", rank + turned)
+    elif type(rank) is int and type(rope_dim) is int:
+        reader.expect("attention.key_length", rank + rope_dim)
         reader.expect("attention.value_length", rank)
     reader.expect("attention.head_count_kv", heads if is_old else 1)
-    if type(size) is not int or type(turned) is not int:
+    if type(size) is not int or type(rope_dim) is not int:
         raise CheckpointError(
             f"{reader.file.path} has heads of {size!r:.20} dimensions, of which RoPE turns "
-            f"{turned!r:.20}; these must be whole numbers."
+            f"{rope_dim!r:.20}; these must be whole numbers."
         )
     theta = raw.get("rope_theta", 10_000.0)
     stated = reader.count_without(raw.get("num_nextn_predict_layers", 0), raw) | {
-        "num_key_value_heads": heads, "qk_nope_head_dim": size - turned,
+        "num_key_value_heads": heads, "qk_nope_head_dim": size - rope_dim,
         "q_lora_rank": raw.get("q_lora_rank") or None,
-        "rope_theta": theta, "rope_scaling": reader.rope_scaling(turned, theta),
+        "rope_theta": theta, "rope_scaling": reader.rope_scaling(rope_dim, theta),
     }  # fmt: skip
     return stated | ({"v_head_dim": reader.get("attention.value_length")} if is_old else {})
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from rooflax.errors import RequestError
 from rooflax.nn.decoder import Decoder
+from rooflax.nn.execution import gib
 from rooflax.nn.kv_cache import bytes_per_token, padding_per_token
 from rooflax.nn.layout import SCORED_AT_ONCE, blocks_needed, num_snapshots
 from rooflax.nn.shards import Shards, config_on, part_sizes
@@ -68,8 +69,8 @@ def estimate(
     config = config_on(config, shards)
     sizes, layers = part_sizes(config, shards), config.num_layers // shards.stage
     weights = sum(
-        storage.of(slot, config).num_bytes(slot.line.shape(sizes))
-        for slot in config.first(layers).slots()
+        storage.of(param, config).num_bytes(param.line.shape(sizes))
+        for param in config.first(layers).params()
     )
     chunk = min(prefill_chunk or accelerator.prefill_chunk(), tokens)
     step_tokens = step_tokens or max(rows, chunk)
@@ -201,9 +202,9 @@ def padding(
 
     def rows_of_vocab(sizes: dict[str, int]) -> int:
         return sum(
-            storage.of(slot, config).num_bytes(slot.line.shape(sizes))
-            for slot in config.first(layers).slots()
-            if "vocab" in slot.line.axis_names
+            storage.of(param, config).num_bytes(param.line.shape(sizes))
+            for param in config.first(layers).params()
+            if "vocab" in param.line.axis_names
         )
 
     return {
@@ -259,10 +260,3 @@ def check_fits(need: MemoryEstimate, available: int | None, what: str) -> None:
         f"choose {smaller}, or a weights_budget such as 8GB, which reads the other layers from the "
         f"file."
     )
-
-
-def gib(num_bytes: int) -> str:
-    """Bytes for people: "1.50 GiB" or "12.3 MiB"."""
-    if num_bytes >= 1 << 30:
-        return f"{num_bytes / (1 << 30):.2f} GiB"
-    return f"{num_bytes / (1 << 20):.1f} MiB"

@@ -14,6 +14,7 @@ from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec
 from rooflax.models.mistral import read_window
+from rooflax.models.rope_reader import read_rope
 from rooflax.nn.decoder import Decoder
 
 ROPE = {
@@ -40,7 +41,7 @@ def config_from_hf(reader: ConfigReader) -> Decoder:
     parts = {"kv_heads": 8, "head_dim": head_dim, "theta": None}
     window = read_window(reader, None)
     attention = common.read_attention(reader, norm_eps=1e-5, window=window, **parts)
-    rope = reader.rope(attention.head_dim, scales_queries=True)
+    rope = read_rope(reader, attention.head_dim, scales_queries=True)
     attention = replace(attention, rope=rope)
     return common.read_dense(reader, attention, max_position=262_144)
 

@@ -15,7 +15,8 @@ from rooflax.models.gguf_names import COMMON
 from rooflax.models.mistral import read_window
 from rooflax.nn.decoder import Decoder, TensorNames
 from rooflax.nn.parts import Layer, Moe
-from rooflax.nn.weights import Linear, Parallel, PerExpert, StoredAs
+from rooflax.nn.tensor_layouts import Linear, Parallel, PerExpert
+from rooflax.nn.weights import StoredAs
 from rooflax.ops.activation import ACTIVATIONS
 
 STORED = "model.layers.{i}.block_sparse_moe"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -24,7 +25,10 @@ from rooflax.nn.layers import stack_layers
 from rooflax.nn.placement import Placer, put
 from rooflax.nn.rope import RopeTable, query_scale, rope_arrays
 from rooflax.nn.weights import WeightLine
+from rooflax.nn.wiring import Context
 from rooflax.ops.accelerator import block_size
+from rooflax.ops.activation import capped
+from rooflax.ops.linear import unembed
 from rooflax.ops.linear.adapted import with_rows
 
 
@@ -93,7 +97,11 @@ class Model:
         self, hidden: Float[Array, "*batch D"], options: ExecutionOptions = DEFAULT_OPTIONS
     ) -> Float[Array, "*batch D"]:
         """Input of the head, in float32, from hidden states as `forward` gives them."""
-        return self.config.final_hidden(self.weights, hidden, options)
+        hidden = hidden.astype(jnp.float32)
+        if not self.config.final_norm:
+            return hidden
+        norm = self.config.norm.of(self.weights, "final_norm")
+        return Context(options, None, None, {}).norm(hidden, norm)
 
     def logits(
         self,
@@ -108,9 +116,13 @@ class Model:
         Args:
             num_rows: how many leading rows are real; None is all.
         """
-        return self.config.logits(
-            self.weights, hidden, options=options, shards=shards, num_rows=num_rows
-        )
+        config, weights = self.config, self.weights
+        head = weights["embed"] if config.tied_embeddings else weights["lm_head"]
+        keywords = {"num_rows": num_rows, "implementation": options.kernels}
+        parts = unembed(hidden, head, prologue=config.norm.of(weights, "final_norm"), **keywords)
+        parts = parts if config.logit_scale == 1.0 else parts * config.logit_scale
+        parts = parts if config.logit_cap is None else capped(parts, config.logit_cap)
+        return mesh_lib.gather_vocab(parts, config.vocab_size, shards)
 
     def stacked(self) -> Model:
         """The same model with stacked layers, for `layers="scan"`."""

@@ -15,9 +15,9 @@ from typing import Any
 import jax
 
 from rooflax.errors import RequestError
-from rooflax.models.memory import gib
 from rooflax.models.model import Model
 from rooflax.nn.decoder import Decoder
+from rooflax.nn.execution import gib
 from rooflax.nn.layers import LayerWeights
 from rooflax.nn.weights import WeightLine
 

@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from rooflax.nn import mesh
 from rooflax.nn.batch import Batch
@@ -24,10 +24,9 @@ from rooflax.nn.layout import STATE
 from rooflax.nn.parts import Attention, Layer, Moe
 from rooflax.nn.per_layer import PerLayer
 from rooflax.nn.rope import Rope, RopeTable
-from rooflax.nn.weights import LAYER_PREFIX, Rows, Slot, StoredAs, WeightLine
+from rooflax.nn.tensor_layouts import Rows
+from rooflax.nn.weights import LAYER_PREFIX, Param, StoredAs, WeightLine
 from rooflax.nn.wiring import Context, NormKind, WeightTable
-from rooflax.ops.activation import capped
-from rooflax.ops.linear import unembed
 from rooflax.ops.rope import rope_rows, rows_at
 
 AnyAttention = Attention | Any
@@ -259,19 +258,19 @@ class Decoder:
             table["lm_head"] = WeightLine("vocab hidden", "lm_head.weight")
         return self.names.apply(table)
 
-    def slots(self) -> Iterator[Slot]:
+    def params(self) -> Iterator[Param]:
         """Every array of the model, the largest single ones (outside the layers) first."""
         for key, line in self.table.items():
             if not key.startswith(LAYER_PREFIX):
-                yield Slot(key, None, line)
+                yield Param(key, None, line)
         for index, layer in enumerate(self.layers):
             for key in layer.table:
-                yield Slot(key, index, self.table[LAYER_PREFIX + key])
+                yield Param(key, index, self.table[LAYER_PREFIX + key])
 
     @cached_property
     def num_parameters(self) -> int:
         """Number of parameters."""
-        return sum(math.prod(slot.line.shape(self.axis_sizes)) for slot in self.slots())
+        return sum(math.prod(param.line.shape(self.axis_sizes)) for param in self.params())
 
     # Forward
 
@@ -338,36 +337,3 @@ class Decoder:
             remat=remat,
             per_layer_input=per_layer_input,
         )
-
-    def final_hidden(
-        self,
-        weights: dict[str, Any],
-        hidden: Float[Array, "*batch D"],
-        options: ExecutionOptions = DEFAULT_OPTIONS,
-    ) -> Float[Array, "*batch D"]:
-        """Input of the head, in float32, from the output of `forward`."""
-        if not self.final_norm:
-            return hidden.astype(jnp.float32)
-        context = Context(options, None, None, {})
-        return context.norm(hidden.astype(jnp.float32), self.norm.of(weights, "final_norm"))
-
-    def logits(
-        self,
-        weights: dict[str, Any],
-        hidden: Float[Array, "*batch D"],
-        *,
-        options: ExecutionOptions = DEFAULT_OPTIONS,
-        shards: mesh.Shards | None = None,
-        num_rows: Int[Array, ""] | None = None,
-    ) -> Float[Array, "*batch vocab"]:
-        """Next-token logits in float32, of what `forward` gives.
-
-        Args:
-            num_rows: how many leading rows are real; None is all.
-        """
-        head = weights["embed"] if self.tied_embeddings else weights["lm_head"]
-        keywords = {"num_rows": num_rows, "implementation": options.kernels}
-        parts = unembed(hidden, head, prologue=self.norm.of(weights, "final_norm"), **keywords)
-        parts = parts if self.logit_scale == 1.0 else parts * self.logit_scale
-        parts = parts if self.logit_cap is None else capped(parts, self.logit_cap)
-        return mesh.gather_vocab(parts, self.vocab_size, shards)

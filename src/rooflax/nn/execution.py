@@ -157,6 +157,13 @@ _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 _UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("KMGT", 1)}
 
 
+def gib(num_bytes: int) -> str:
+    """Bytes for people: "1.50 GiB" or "12.3 MiB"."""
+    if num_bytes >= 1 << 30:
+        return f"{num_bytes / (1 << 30):.2f} GiB"
+    return f"{num_bytes / (1 << 20):.1f} MiB"
+
+
 def parse_bytes(size_text: object) -> int:
     """A number of bytes, or text such as "8GB" (10^9 bytes each), "512MiB" or "1.5G".
 

@@ -139,11 +139,10 @@ class KVCache:
 
     Attributes:
         k, v: per layer one pool, [num_blocks, num_kv_heads, block_size, head_dim], on TPU with
-            head_dim padded by zeros to its lanes. With
-            `stacked`, per layer of the repeating group one pool for all its repeats: repeat r's
-            block b is block r * num_blocks + b. As int8 and fp8 each pool is a `QuantizedPool`. Of
-            a layer with state, k is its `States` and v empty; of one whose values are in its keys,
-            v is empty; of one that reads another's, both are.
+            head_dim padded by zeros to its lanes. With `stacked`, per layer of the period one pool
+            for all its repeats: repeat r's block b is block r * num_blocks + b. As int8 and fp8
+            each pool is a `QuantizedPool`. Of a layer with state, k is its `States` and v empty; of
+            one whose values are in its keys, v is empty; of one that reads another's, both are.
         groups: which layers share block numbers.
         block_size: tokens per block.
         stacked: whether layers are stacked for `layers="scan"`.

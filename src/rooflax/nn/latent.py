@@ -19,7 +19,8 @@ from rooflax.nn.layer_memory import LayerMemory, LayerPools
 from rooflax.nn.layers import LayerWeights
 from rooflax.nn.parts import ATTENTION
 from rooflax.nn.rope import Rope
-from rooflax.nn.weights import QKV, Flat, HeadPart, Linear, Reordered, WeightLine
+from rooflax.nn.tensor_layouts import QKV, Flat, HeadPart, Linear, Reordered
+from rooflax.nn.weights import WeightLine
 from rooflax.nn.wiring import PRE, Context, Hidden, NormKind, WeightTable, Wiring
 from rooflax.ops.linear import Norm, linear_by_head
 from rooflax.ops.rope import apply_rope

@@ -120,8 +120,8 @@ class LayerMemory:
             keys = mesh.gather_tokens(batch.positions, batch, (mesh.SEQUENCE,))
             in_order = mesh.SEQUENCE not in batch.split
             dense = Dense(batch.positions, keys, batch.context_lens, batch.segment_ids, in_order)
-            how = {"implementation": kernels, "trains": options.trains}
-            out = attention(q, pools.k, pools.v, dense, args, **how)
+            choice = {"implementation": kernels, "trains": options.trains}
+            out = attention(q, pools.k, pools.v, dense, args, **choice)
             return out, pools if self.lent else None
         pools = self.pools or self._of_step(k)
         sequences = batch.sequences(self.group, pools.first_block)

@@ -81,7 +81,7 @@ def run_layers(
         functions: per layer (its weights, x, memory, per_layer_input=) -> (x, pools), one object
             for all layers of a kind; see `LayerMemory`.
         weights: with "layers" (a tuple, one dict per layer) or "stacked_layers" (one dict per
-            layer of the repeating group, each array with a leading axis of repeats).
+            layer of the period, each array with a leading axis of repeats).
         state: the embedding, replaced by `batch.hidden` if that is given, and the paged cache,
             stacked exactly when the weights are; a cache of None runs whole sequences.
         remat: name in REMAT_POLICIES; None keeps every intermediate for the backward pass.
@@ -132,7 +132,7 @@ def _unrolled(
 def _scan(
     whole: _Pass, stacked: tuple[LayerWeights, ...], state: mesh.StageState, inputs: PerLayerInput
 ) -> mesh.StageState:
-    """One turn of the scan runs the repeating group once; the pools are carried in place.
+    """One turn of the scan runs the period once; the pools are carried in place.
 
     Weights stay in their stacks where a kernel reads them there; the rest is small.
     """
@@ -214,7 +214,7 @@ def _checkpointed(function: Callable, remat: str | None) -> Callable:
 
 
 def stack_layers(weights: dict[str, Any], period: int) -> dict[str, Any]:
-    """Weights for `layers="scan"`: layer i's arrays become row i // period of group i % period."""
+    """Weights for `layers="scan"`: layer i's arrays become row i // period of layer i % period."""
     layers = weights["layers"]
     stacked = tuple(
         {
@@ -235,9 +235,9 @@ def unstack_layers(weights: dict[str, Any]) -> dict[str, Any]:
         return leaf.member(repeat) if _is_mixed(leaf) else leaf[repeat]
 
     layers = tuple(
-        jax.tree.map(partial(member, repeat=repeat), group, is_leaf=_is_mixed)
+        jax.tree.map(partial(member, repeat=repeat), layer, is_leaf=_is_mixed)
         for repeat in range(_num_repeats(stacked))
-        for group in stacked
+        for layer in stacked
     )
     rest = {name: value for name, value in weights.items() if name != "stacked_layers"}
     return rest | {"layers": layers}

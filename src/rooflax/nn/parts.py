@@ -19,7 +19,7 @@ from rooflax.nn.layer_memory import LayerMemory, LayerPools
 from rooflax.nn.layers import LayerWeights
 from rooflax.nn.per_layer import PerLayer
 from rooflax.nn.rope import Rope
-from rooflax.nn.weights import (
+from rooflax.nn.tensor_layouts import (
     QKV,
     Flat,
     Float32,
@@ -29,11 +29,10 @@ from rooflax.nn.weights import (
     Reordered,
     Rows,
     StackedExperts,
-    StoredAs,
     Swapped,
     TensorLayout,
-    WeightLine,
 )
+from rooflax.nn.weights import StoredAs, WeightLine
 from rooflax.nn.wiring import (
     PRE,
     Context,

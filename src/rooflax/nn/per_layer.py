@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from rooflax.nn import mesh
 from rooflax.nn.layers import LayerWeights
-from rooflax.nn.weights import Linear, WeightLine
+from rooflax.nn.tensor_layouts import Linear
+from rooflax.nn.weights import WeightLine
 from rooflax.nn.wiring import Context, Hidden, NormKind, WeightTable
 from rooflax.ops.linear import Activation
 

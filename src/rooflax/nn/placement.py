@@ -17,7 +17,8 @@ from rooflax.nn.layers import stack_layers, unstack_layers
 from rooflax.nn.mesh import shards_of, weights_specs
 from rooflax.nn.shards import STAGE, config_on, kv_copies, whole_shape
 from rooflax.nn.storage import WeightPlan
-from rooflax.nn.weights import GROUP_ENDS, WeightLine, Where
+from rooflax.nn.tensor_layouts import GROUP_ENDS, Where
+from rooflax.nn.weights import WeightLine
 from rooflax.ops.weights import split_leaf
 
 if TYPE_CHECKING:
@@ -83,31 +84,31 @@ class Placer:
         Returns:
             None where another process has all of it.
         """
-        slot, staged = plan.slot, plan.slot.layer is not None and self.shards.stage > 1
+        param, staged = plan.param, plan.param.layer is not None and self.shards.stage > 1
         lead = (STAGE,) if staged else ()
         leaves, read = [], _remembering(read)
         for where, devices in self._held(plan, staged):
-            part = self._part(slot.line, where, read)
+            part = self._part(param.line, where, read)
             part = keep(part, where) if keep else plan.keep(part, np.ascontiguousarray)
             if staged:
                 part = jax.tree.map(lambda array: array[None], part)
             leaves += [jax.device_put(part, device) for device in devices]
         if not leaves:
             return None
-        specs = split_leaf(leaves[0], plan.axes, slot.line.num_stacked, lead)
+        specs = split_leaf(leaves[0], plan.axes, param.line.num_stacked, lead)
         parts = jax.tree.map(lambda spec, *arrays: Parts(spec, arrays), specs, *leaves)
         return parts if staged else _joined(parts, self._mesh)
 
     def _held(self, plan: WeightPlan, staged: bool) -> Iterator[tuple[Where, list[Any]]]:
         """Each different part that this process's devices hold, and which do."""
-        slot, mesh = plan.slot, self._mesh
+        param, mesh = plan.param, self._mesh
         if staged:
-            assert slot.layer is not None
-            stage = slot.layer // (self.config.num_layers // self.shards.stage)
+            assert param.layer is not None
+            stage = param.layer // (self.config.num_layers // self.shards.stage)
             axis = mesh.axis_names.index(STAGE)
             names = tuple(name for name in mesh.axis_names if name != STAGE)
             mesh = Mesh(mesh.devices.take(stage, axis), names)
-        shape = whole_shape(slot.line, self.config, self.shards)
+        shape = whole_shape(param.line, self.config, self.shards)
         sharding = NamedSharding(mesh, PartitionSpec(*plan.axes))
         by_part: dict[tuple, list[Any]] = {}
         for device, where in sharding.addressable_devices_indices_map(shape).items():
@@ -149,7 +150,7 @@ class Placer:
         """The weights as the steps take them.
 
         With stages, row s of entry j of "stacked_layers" is the j-th layer of stage s; with `scan`
-        each stage has its layers stacked by the repeating group.
+        each stage has its layers stacked by the period.
         """
         period, stages = self.config.groups.period, self.shards.stage
         if stages == 1:

@@ -18,7 +18,8 @@ from rooflax.nn.layer_memory import LayerMemory, LayerPools
 from rooflax.nn.layers import LayerWeights
 from rooflax.nn.layout import STATE
 from rooflax.nn.parts import PRE, Context, Hidden, NormKind, WeightTable, Wiring
-from rooflax.nn.weights import Channels, Flat, Float32, HeadRows, Linear, Parallel, Rows, WeightLine
+from rooflax.nn.tensor_layouts import Channels, Flat, Float32, HeadRows, Linear, Parallel, Rows
+from rooflax.nn.weights import WeightLine
 from rooflax.ops.linear import Norm
 from rooflax.ops.recurrent import DeltaInputs, Runs, causal_conv, delta_rule
 from rooflax.ops.weights import taken

@@ -15,7 +15,8 @@ from rooflax.ops.tiles import padded_vocab
 
 if TYPE_CHECKING:
     from rooflax.nn.decoder import AnyAttention, Decoder
-    from rooflax.nn.weights import Shape, WeightLine
+    from rooflax.nn.tensor_layouts import Shape
+    from rooflax.nn.weights import WeightLine
 
 DATA, STAGE, SEQUENCE, EXPERT, TENSOR = AXES = ("data", "stage", "sequence", "expert", "tensor")
 """Axes of a mesh, the outermost first: tensor's devices are neighbours, they exchange the most."""

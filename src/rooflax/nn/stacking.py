@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rooflax.nn.weights import Slot
+from rooflax.nn.weights import Param
 from rooflax.ops import accelerator
 from rooflax.ops.host_arrays import aligned_empty
 from rooflax.ops.weights import stack_by_kind, stack_leaves
@@ -38,42 +38,42 @@ class Stacks:
         self._rest: dict[str, Any] = {}
         self._lock = threading.Lock()
 
-    def empty(self, slot: Slot, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    def empty(self, param: Param, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Place of a layer's weight of one array, to be written there; from any thread."""
         assert self.on_host
-        stack, row = self._of(slot)
+        stack, row = self._of(param)
         with self._lock:
             return stack.places(row, _ARRAY, [(shape, dtype)])[0]
 
-    def filled(self, arrays: Iterable[tuple[Slot, Any]]) -> dict[str, Any]:
+    def filled(self, arrays: Iterable[tuple[Param, Any]]) -> dict[str, Any]:
         """The pytree of these weights on the device, with "stacked_layers".
 
         Args:
             arrays: leaves are arrays, or trees of them, of one shape and dtype in all rows.
         """
-        for slot, leaf in arrays:
-            self._add(slot, leaf)
+        for param, leaf in arrays:
+            self._add(param, leaf)
         stacked = tuple(
             {key: group.pop(key).done() for key in list(group)} for group in self._groups
         )
         return self._rest | {"stacked_layers": stacked}
 
-    def _add(self, slot: Slot, leaf: Any) -> None:
+    def _add(self, param: Param, leaf: Any) -> None:
         """A weight; one that was made in its row is there already."""
-        if slot.layer is None:
-            self._rest[slot.key] = leaf
+        if param.layer is None:
+            self._rest[param.key] = leaf
             return
-        stack, row = self._of(slot)
+        stack, row = self._of(param)
         stack.add(row, leaf)
 
-    def _of(self, slot: Slot) -> tuple[Any, int]:
-        assert slot.layer is not None
-        row, index = divmod(slot.layer, self._period)
+    def _of(self, param: Param) -> tuple[Any, int]:
+        assert param.layer is not None
+        row, index = divmod(param.layer, self._period)
         with self._lock:
             group = self._groups[index]
-            if slot.key not in group:
-                group[slot.key] = (_HostStack if self.on_host else _DeviceStack)(self._rows)
-            return group[slot.key], row
+            if param.key not in group:
+                group[param.key] = (_HostStack if self.on_host else _DeviceStack)(self._rows)
+            return group[param.key], row
 
 
 class _HostStack:

@@ -18,7 +18,8 @@ import numpy as np
 
 from rooflax.errors import RequestError
 from rooflax.nn.shards import Shards, split_axes
-from rooflax.nn.weights import Float32, PlusOne, Reordered, Shape, Slot, TensorLayout
+from rooflax.nn.tensor_layouts import Float32, PlusOne, Reordered, Shape, TensorLayout
+from rooflax.nn.weights import Param
 from rooflax.ops.formats import (
     BESIDE,
     GROUP,
@@ -116,7 +117,7 @@ class WeightPlan:
         axes: per axis of the array the mesh's axis that it is split over.
     """
 
-    slot: Slot
+    param: Param
     shape: Shape
     format: str | None
     dtype: str
@@ -129,7 +130,7 @@ class WeightPlan:
     @property
     def takes_views(self) -> bool:
         """Whether `keep` may get the checkpoint's own tensor: quantising copies by chunks."""
-        return self.format is not None and type(self.slot.line.layout) is TensorLayout
+        return self.format is not None and type(self.param.line.layout) is TensorLayout
 
     def matmul_shape(self, shape: Shape | None = None) -> tuple[Shape, Shape]:
         """(in, out) of the matmul, or of each of a stack.
@@ -137,7 +138,7 @@ class WeightPlan:
         Args:
             shape: of a part of the array; None is all of it.
         """
-        return _matmul_shape(self.slot, shape or self.shape, self.is_head)
+        return _matmul_shape(self.param, shape or self.shape, self.is_head)
 
     def parts(self, out_shape: Shape | None = None) -> list[Part]:
         """The outputs by their formats, of a weight in few bits.
@@ -147,7 +148,7 @@ class WeightPlan:
         """
         assert self.format is not None
         out_shape = out_shape or self.matmul_shape()[1]
-        return parts_of(self.slot.line.layout, self.format, out_shape)
+        return parts_of(self.param.line.layout, self.format, out_shape)
 
     def keep(
         self, array: np.ndarray, put: Callable[[np.ndarray], Any] = jax.device_put
@@ -184,7 +185,7 @@ class WeightPlan:
         if self.format is None and not self.is_paired:
             return math.prod(shape) * ITEM_BYTES[self.dtype]
         in_shape, out_shape = self.matmul_shape(shape)
-        inner, stack = math.prod(in_shape), math.prod(shape[: self.slot.line.num_stacked])
+        inner, stack = math.prod(in_shape), math.prod(shape[: self.param.line.num_stacked])
         if self.format is None:
             packed = math.prod(Pairs.packed_shape(inner, math.prod(out_shape)))
             return stack * packed * ITEM_BYTES[self.dtype]
@@ -205,7 +206,7 @@ class WeightPlan:
             rotates = any(class_of(format).rotates_inputs for format in formats)
             size = BLOCK if rotates else GROUP
             raise RequestError(
-                f"{self.slot.name} has {inner} inputs on each device, which {self.format} cannot "
+                f"{self.param.name} has {inner} inputs on each device, which {self.format} cannot "
                 f"keep in groups of {size} ({inner} = {inner // size} x {size} + "
                 f"{inner % size}); choose a smaller tensor axis, another format, or a `dtype` in "
                 f"place of the file's blocks."
@@ -221,10 +222,10 @@ class Storage:
         quantize: format of the matmuls' weights, the head's apart if it names one; None keeps them
             unquantised.
         keeps_bfloat16: matmuls' weights that the checkpoint has in bfloat16 stay so.
-        prequantized: formats by slot of matmuls' weights that a checkpoint holds quantised and that
-            stay so, unless `quantize` asks for another; as `WeightPlan.format`.
-        dequantized: slots whose tensors a checkpoint holds in codes that become float32, though the
-            others may be bfloat16.
+        prequantized: formats by parameter of matmuls' weights that a checkpoint holds quantised
+            and that stay so, unless `quantize` asks for another; as `WeightPlan.format`.
+        dequantized: parameters whose tensors a checkpoint holds in codes that become float32,
+            though the others may be bfloat16.
         offloaded: layers that are read at every step.
         pairs_bfloat16: matmuls' weights in bfloat16 are kept as `Pairs`, but for the head's table.
     """
@@ -256,7 +257,12 @@ class Storage:
         return (f for name in self.prequantized.values() for f in formats_of(name))
 
     def of(
-        self, slot: Slot, config: Decoder, *, is_bfloat16: bool = True, shards: Shards | None = None
+        self,
+        param: Param,
+        config: Decoder,
+        *,
+        is_bfloat16: bool = True,
+        shards: Shards | None = None,
     ) -> WeightPlan:
         """The decision about a weight.
 
@@ -267,29 +273,29 @@ class Storage:
             is_bfloat16: the checkpoint has its tensors in bfloat16.
             shards: of the mesh that it is put on.
         """
-        line, head = slot.line, is_head(slot, config)
+        line, head = param.line, is_head(param, config)
         shape, unquantized = line.shape(config.axis_sizes), self.quantize is None
         axes = split_axes(line, shards) if shards else (None,) * len(shape)
-        is_prequantized = unquantized and slot.name in self.prequantized
-        format = self.prequantized.get(slot.name) if unquantized else None
-        multiplies = is_matmul(slot, config)
+        is_prequantized = unquantized and param.name in self.prequantized
+        format = self.prequantized.get(param.name) if unquantized else None
+        multiplies = is_matmul(param, config)
         if self.quantize is not None and multiplies:
-            inner = whole = math.prod(_matmul_shape(slot, shape, head)[0])
+            inner = whole = math.prod(_matmul_shape(param, shape, head)[0])
             inputs = axes[1:] if head else axes[line.num_stacked : line.num_inputs]
             inner //= math.prod(getattr(shards, axis) for axis in inputs if axis)
-            wanted = [HEAD] if head else matrices_of(slot, config)
-            end = slot.layer is not None and is_at_an_end(slot.layer, config.num_layers)
+            wanted = [HEAD] if head else matrices_of(param, config)
+            end = param.layer is not None and is_at_an_end(param.layer, config.num_layers)
             named = [format_of(self.quantize, part, at_an_end=end) for part in wanted]
             each = [_fitting(format, whole, inner) for format in named]
             format = each[0] if len(set(each)) == 1 else BESIDE.join(each)
-        stays = self.keeps_bfloat16 and is_bfloat16 and (multiplies or slot.key in TABLES)
-        stays &= slot.name not in self.dequantized
+        stays = self.keeps_bfloat16 and is_bfloat16 and (multiplies or param.key in TABLES)
+        stays &= param.name not in self.dequantized
         dtype = "float32" if is_float32(line.layout) else "bfloat16" if stays else self.dtype
-        is_resident = slot.layer not in self.offloaded
+        is_resident = param.layer not in self.offloaded
         is_plain = format is None and dtype == "bfloat16"
         is_paired = self.pairs_bfloat16 and is_plain and multiplies and not head
         return WeightPlan(
-            slot, shape, format, dtype, is_prequantized, head, is_resident, is_paired, axes
+            param, shape, format, dtype, is_prequantized, head, is_resident, is_paired, axes
         )
 
 
@@ -305,13 +311,13 @@ def _fitting(format: str, inner: int, local_inner: int) -> str:
     return "w8a8" if KNOWN[format].quantizes_activations else "w8a16"
 
 
-def matrices_of(slot: Slot, config: Decoder) -> list[str | None]:
+def matrices_of(param: Param, config: Decoder) -> list[str | None]:
     """Entries of PARTS that a matmul's weight fuses; None is another, or one format only."""
-    name = slot.key.rpartition(".")[2]
+    name = param.key.rpartition(".")[2]
     names = list(name) if set(name) <= set("qkv") else name.split("_")
     known: list[str | None] = [part if part in PARTS else None for part in names]
-    beside = slot.line.layout.beside(matmul_shape(slot, config)[1])
-    apart = beside is not None and len(beside[1]) == len(known) and not slot.line.num_stacked
+    beside = param.line.layout.beside(matmul_shape(param, config)[1])
+    apart = beside is not None and len(beside[1]) == len(known) and not param.line.num_stacked
     return known if apart or len(known) == 1 else [None]
 
 
@@ -321,23 +327,23 @@ def is_float32(layout: TensorLayout) -> bool:
     return isinstance(layout, PlusOne | Float32)
 
 
-def is_head(slot: Slot, config: Decoder) -> bool:
+def is_head(param: Param, config: Decoder) -> bool:
     """The matrix that makes logits: [vocab, hidden], multiplied along hidden."""
-    return slot.key == "lm_head" or (slot.key == "embed" and config.tied_embeddings)
+    return param.key == "lm_head" or (param.key == "embed" and config.tied_embeddings)
 
 
-def is_matmul(slot: Slot, config: Decoder) -> bool:
+def is_matmul(param: Param, config: Decoder) -> bool:
     """Whether a weight multiplies activations."""
-    return "->" in slot.line.axes or is_head(slot, config)
+    return "->" in param.line.axes or is_head(param, config)
 
 
-def matmul_shape(slot: Slot, config: Decoder) -> tuple[Shape, Shape]:
+def matmul_shape(param: Param, config: Decoder) -> tuple[Shape, Shape]:
     """(in, out) of a matmul's weight, or of each of a stack."""
-    return _matmul_shape(slot, slot.line.shape(config.axis_sizes), is_head(slot, config))
+    return _matmul_shape(param, param.line.shape(config.axis_sizes), is_head(param, config))
 
 
-def _matmul_shape(slot: Slot, shape: Shape, is_head: bool) -> tuple[Shape, Shape]:
+def _matmul_shape(param: Param, shape: Shape, is_head: bool) -> tuple[Shape, Shape]:
     if is_head:
         return shape[1:], shape[:1]
-    inner = slot.line.num_inputs
-    return shape[slot.line.num_stacked : inner], shape[inner:]
+    inner = param.line.num_inputs
+    return shape[param.line.num_stacked : inner], shape[inner:]

@@ -15,7 +15,8 @@ from rooflax.nn import mesh
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.layers import LayerWeights
 from rooflax.nn.rope import Rope
-from rooflax.nn.weights import PlusOne, TensorLayout, WeightLine
+from rooflax.nn.tensor_layouts import PlusOne, TensorLayout
+from rooflax.nn.weights import WeightLine
 from rooflax.ops.linear import Norm, linear
 from rooflax.ops.norm import norm as ops_norm
 from rooflax.ops.weights import taken

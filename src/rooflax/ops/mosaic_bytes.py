@@ -87,13 +87,17 @@ def _joined(x: jax.Array, *, first: int, count: int) -> jax.Array:
     return x.reshape(len(x), -1, 4)[:, :, first : first + count].sum(axis=2)
 
 
-def _primitive(
+def primitive(
     name: str,
     meaning: Callable[..., jax.Array],
     in_kernel: Callable,
     shape: Callable[..., Any] = lambda *avals, **_: avals[0],
 ) -> Primitive:
-    """Elementwise on int32 arrays of one shape, unless `shape` says more."""
+    """A function of arrays whose lowering is a kernel's own; elementwise unless `shape` says more.
+
+    Args:
+        meaning: what it computes elsewhere.
+    """
     made = Primitive(name)
     made.def_impl(meaning)
     made.def_abstract_eval(shape)
@@ -119,13 +123,14 @@ def _instruction(text: str, *arrays: Any, kind: str = "r") -> Any:
         if not isinstance(registers[0].type, ir.VectorType):
             return once(*registers)
         (count,) = ir.VectorType(registers[0].type).shape
-        elements = [once(*(_element(r, place) for r in registers)) for place in range(count)]
+        elements = [once(*(element(r, place) for r in registers)) for place in range(count)]
         return vector.from_elements(ir.VectorType.get((count,), i32), elements)
 
     return arrays[0]._pointwise(every, *arrays[1:], output_is_signed=True)
 
 
-def _element(register: Any, place: int) -> Any:
+def element(register: Any, place: int) -> Any:
+    """One of a register's values."""
     return vector.extract(register, dynamic_position=[], static_position=[place])
 
 
@@ -149,20 +154,20 @@ def _joined_in_kernel(x: Any, *, first: int, count: int) -> Any:
 
     shape, layout = (x.shape[0], x.shape[1] // 4), words_layout(x.shape[1] // 4).to_mgpu()
     (register,) = x.registers.flat
-    total = _element(register, first)
+    total = element(register, first)
     for place in range(first + 1, first + count):
-        total = arith.addi(total, _element(register, place))
+        total = arith.addi(total, element(register, place))
     registers = np.empty(layout.registers_shape(shape), object)
     registers.flat[0] = vector.broadcast(ir.VectorType.get((1,), total.type), total)
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
 
 
-_DOT4 = _primitive("dot4", _dot4, _dot4_in_kernel)
-_LOOKED_UP = _primitive("looked_up", _looked_up, _looked_up_in_kernel)
-_NEAREST = _primitive(
+_DOT4 = primitive("dot4", _dot4, _dot4_in_kernel)
+_LOOKED_UP = primitive("looked_up", _looked_up, _looked_up_in_kernel)
+_NEAREST = primitive(
     "nearest", _nearest, _nearest_in_kernel, lambda x: x.update(dtype=jnp.dtype(jnp.int32))
 )
-_JOINED = _primitive(
+_JOINED = primitive(
     "joined",
     _joined,
     _joined_in_kernel,

@@ -15,20 +15,18 @@ inside functions only, as `ops.mosaic` is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.pallas.mosaic_gpu import lowering
 from jax.experimental.mosaic import gpu as _mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 from jaxtyping import Array, BFloat16, Int, Shaped
+
+from rooflax.ops.mosaic_bytes import element, primitive
 
 mgpu: Any = _mgpu
 ROWS, PANELS = 64, 4
@@ -54,7 +52,7 @@ def scales_layout() -> Any:
     )
 
 
-def turned_layout() -> Any:
+def transposed_layout() -> Any:
     """Layout of [rows, 4, 16] sums: a thread has two neighbouring outputs of two rows in eight."""
     return plgpu.Layout.TILED(
         plgpu.Tiling(((8, PANELS, 16), (8, 1, 16), (2, 1, 2))),
@@ -75,9 +73,9 @@ def rows_of(values: Shaped[Array, "4 16"]) -> Shaped[Array, " 64"]:
     return _ROWS_OF.bind(values)
 
 
-def turned(sums: Shaped[Array, "64 rows"]) -> Shaped[Array, "rows 4 16"]:
+def transposed(sums: Shaped[Array, "64 rows"]) -> Shaped[Array, "rows 4 16"]:
     """Transposes an operand's product to panels and outputs."""
-    return _TURNED.bind(sums)
+    return _TRANSPOSED.bind(sums)
 
 
 def _operand(*pairs: jax.Array) -> jax.Array:
@@ -90,24 +88,8 @@ def _rows_of(values: jax.Array) -> jax.Array:
     return values.reshape(PANELS, 8, 2).swapaxes(1, 2).reshape(ROWS)
 
 
-def _turned(sums: jax.Array) -> jax.Array:
+def _transposed(sums: jax.Array) -> jax.Array:
     return sums.reshape(PANELS, 2, 8, -1).transpose(3, 0, 2, 1).reshape(-1, PANELS, 16)
-
-
-def _primitive(
-    meaning: Callable[..., jax.Array], shape: Callable[..., Any], in_kernel: Callable[..., Any]
-) -> Primitive:
-    made = Primitive(meaning.__name__.strip("_"))
-    made.def_impl(meaning)
-    made.def_abstract_eval(shape)
-    mlir.register_lowering(made, mlir.lower_fun(meaning, multiple_results=False))
-    register = lowering.register_lowering_rule(made, mgpu.LoweringSemantics.Lane)
-    register(lambda _, *arrays: in_kernel(*arrays))
-    return made
-
-
-def _element(register: Any, place: int) -> Any:
-    return vector.extract(register, dynamic_position=[], static_position=[place])
 
 
 def _fragmented(registers: np.ndarray, layout: Any, like: Any) -> Any:
@@ -126,7 +108,7 @@ def _operand_in_kernel(*pairs: Any) -> Any:
     for block, words in enumerate(pairs):
         (register,) = words.registers.flat
         for e in range(2):
-            word = vector.broadcast(one, _element(register, e))
+            word = vector.broadcast(one, element(register, e))
             registers[0, block, 0, 0, e] = vector.bitcast(two, word)
     return _fragmented(registers, layout, None)
 
@@ -137,29 +119,33 @@ def _rows_of_in_kernel(values: Any) -> Any:
     (register,) = values.registers.flat
     one = ir.VectorType.get((1,), values.mlir_dtype)
     for e in range(2):
-        registers[0, 0, e] = vector.broadcast(one, _element(register, e))
+        registers[0, 0, e] = vector.broadcast(one, element(register, e))
     return _fragmented(registers, layout, values.is_signed)
 
 
-def _turned_in_kernel(sums: Any) -> Any:
-    layout, blocks = turned_layout().to_mgpu(), sums.registers.shape[1]
+def _transposed_in_kernel(sums: Any) -> Any:
+    layout, blocks = transposed_layout().to_mgpu(), sums.registers.shape[1]
     registers = np.empty(layout.registers_shape((8 * blocks, PANELS, 16)), object)
     two, flat = ir.VectorType.get((2,), sums.mlir_dtype), registers.reshape(blocks, 2)
     for block in range(blocks):
         both = [sums.registers[0, block, 0, 0, e].item() for e in range(2)]
         for row in range(2):
-            flat[block, row] = vector.from_elements(two, [_element(each, row) for each in both])
+            flat[block, row] = vector.from_elements(two, [element(each, row) for each in both])
     return _fragmented(registers, layout, sums.is_signed)
 
 
-_OPERAND = _primitive(
+_OPERAND = primitive(
+    "operand",
     _operand,
-    lambda *pairs: pairs[0].update(shape=(ROWS, 8 * len(pairs)), dtype=jnp.dtype(jnp.bfloat16)),
     _operand_in_kernel,
+    lambda *pairs: pairs[0].update(shape=(ROWS, 8 * len(pairs)), dtype=jnp.dtype(jnp.bfloat16)),
 )
-_ROWS_OF = _primitive(_rows_of, lambda values: values.update(shape=(ROWS,)), _rows_of_in_kernel)
-_TURNED = _primitive(
-    _turned,
+_ROWS_OF = primitive(
+    "rows_of", _rows_of, _rows_of_in_kernel, lambda values: values.update(shape=(ROWS,))
+)
+_TRANSPOSED = primitive(
+    "transposed",
+    _transposed,
+    _transposed_in_kernel,
     lambda sums: sums.update(shape=(sums.shape[1], PANELS, 16)),
-    _turned_in_kernel,
 )

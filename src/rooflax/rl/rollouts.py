@@ -77,8 +77,8 @@ class Rollouts:
             parts = jax.tree.map(
                 lambda a: a.reshape(config.micro_batches or 1, -1, *a.shape[1:]), batch
             )
-            found = jax.lax.map(lambda part: -losses(weights, fixed, part), parts)
-            return found.reshape(batch.mask.shape)
+            values = jax.lax.map(lambda part: -losses(weights, fixed, part), parts)
+            return values.reshape(batch.mask.shape)
 
         self._logprobs = jax.jit(logprobs)
         self._reference = None
@@ -97,11 +97,11 @@ class Rollouts:
         size = self.config.num_generations
         count = self.config.batch_size // size
         rows = [self._row(number) for number in range(step * count, (step + 1) * count)]
-        found = self._sample(step, rows, size, weights)
+        answers = self._sample(step, rows, size, weights)
         each = [row for row in rows for _ in range(size)]
-        rewards = np.reshape(self.reward(each, [one.text for one in found]), (count, size))
+        rewards = np.reshape(self.reward(each, [one.text for one in answers]), (count, size))
         gains = advantages(rewards).reshape(-1).astype(np.float32)
-        batch = self._pack(found)._replace(advantages=gains)
+        batch = self._pack(answers)._replace(advantages=gains)
         difference = self._difference(weights, batch)
         self.largest_difference = max(self.largest_difference, difference)
         if self._reference is not None:
@@ -110,7 +110,7 @@ class Rollouts:
         return batch, {
             "reward": float(rewards.mean()),
             "reward_std": float(rewards.std(axis=1, ddof=1).mean()),
-            "completion_length": float(np.mean([len(one.tokens) for one in found])),
+            "completion_length": float(np.mean([len(one.tokens) for one in answers])),
             "sampling_difference": difference,
         }
 
@@ -129,8 +129,8 @@ class Rollouts:
         for first in range(0, len(rows), size):
             some = rows[first : first + size]
             # As many as in training: the engine stays the same.
-            found = self._sample(HELD_OUT, [*some, *some[:1] * (size - len(some))], 1, weights)
-            rewards += self.reward(some, [one.text for one in found[: len(some)]])
+            answers = self._sample(HELD_OUT, [*some, *some[:1] * (size - len(some))], 1, weights)
+            rewards += self.reward(some, [one.text for one in answers[: len(some)]])
         mean = float(np.mean(rewards))
         return -mean, {"reward": mean}
 
@@ -152,21 +152,21 @@ class Rollouts:
             )
             for number in range(len(rows))
         ]  # fmt: skip
-        found = self.llm.generate([self._ids[row.where] for row in rows], params)
-        for one in found:
+        answers = self.llm.generate([self._ids[row.where] for row in rows], params)
+        for one in answers:
             if one.error is not None:
                 raise EngineError(one.error)
-        return found
+        return answers
 
     def _seed(self, step: int, number: int) -> int:
         state = np.random.SeedSequence((self.config.seed, step - HELD_OUT, number))
         return int(state.generate_state(1)[0])
 
-    def _pack(self, found: Sequence[Completion]) -> GrpoBatch:
-        shape = (len(found), self.config.seq_len)
+    def _pack(self, answers: Sequence[Completion]) -> GrpoBatch:
+        shape = (len(answers), self.config.seq_len)
         ids, mask = np.zeros((shape[0], shape[1] + 1), np.int32), np.zeros(shape, np.float32)
         sampled = np.zeros(shape, np.float32)
-        for row, one in enumerate(found):
+        for row, one in enumerate(answers):
             start, end = len(one.prompt_tokens), len(one.prompt_tokens) + len(one.tokens)
             ids[row, :end] = (*one.prompt_tokens, *one.tokens)
             mask[row, start - 1 : end - 1] = 1.0
@@ -185,8 +185,8 @@ class Rollouts:
 
     def _difference(self, weights: Any, batch: GrpoBatch) -> float:
         """The largest between the sampler's log-probabilities and the trainer's."""
-        own = np.asarray(self._logprobs(weights, self._fixed, batch))
-        return float(np.max(batch.mask * np.abs(own - batch.sampled)))
+        trained = np.asarray(self._logprobs(weights, self._fixed, batch))
+        return float(np.max(batch.mask * np.abs(trained - batch.sampled)))
 
     def _row(self, number: int) -> Prompt:
         epoch, index = divmod(number, len(self.prompts["training"]))

@@ -45,11 +45,11 @@ class Samples:
             )
             for ids in self._ids
         ]
-        found = self._llm.generate(self._ids, params)
-        for one in found:
+        answers = self._llm.generate(self._ids, params)
+        for one in answers:
             if one.error is not None:
                 raise EngineError(one.error)
-        return [(prompt, one.text) for prompt, one in zip(self._prompts, found, strict=True)]
+        return [(prompt, one.text) for prompt, one in zip(self._prompts, answers, strict=True)]
 
 
 def encode_question(llm: LLM, prompt: str) -> list[int]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import Response
 
 from rooflax import __version__
 from rooflax.completion import Completion, Delta
@@ -175,6 +176,14 @@ class ApiCall:
                 param="stream_options",
             )
         return bool((options or {}).get(name))
+
+    async def answered(self, answer: Any, failed: Any) -> Response:
+        """The whole or streamed answer of OpenAI's older APIs, by `stream_options`."""
+        has_usage = self.stream_option("include_usage")
+        if not self.is_streamed:
+            return await self.whole(answer.whole())
+        has_usage_each = self.stream_option("continuous_usage_stats")
+        return self.events(answer.stream(has_usage, has_usage_each), failed)
 
     async def whole(self, answer: Any) -> Json:
         """The answer as one document, as long as the client is there."""

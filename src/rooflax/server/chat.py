@@ -16,7 +16,7 @@ from starlette.responses import Response
 from rooflax.server.answers import DONE, event
 from rooflax.server.call import ApiCall, token_ids
 from rooflax.server.completions import failed
-from rooflax.server.reader import Event
+from rooflax.server.open_call import Event
 from rooflax.server.service import Service
 from rooflax.server.tables import CHAT
 from rooflax.server.turn import ChatTurn, Piece, Spelled
@@ -25,12 +25,7 @@ from rooflax.server.turn import ChatTurn, Piece, Spelled
 async def chat(service: Service, request: Request, body: Any) -> Response:
     """POST /v1/chat/completions: create a chat completion."""
     call = ApiCall.of(service, request, CHAT, body, "chatcmpl")
-    answer = _ChatAnswer(call)
-    if call.is_streamed:
-        usage = call.stream_option("include_usage"), call.stream_option("continuous_usage_stats")
-        return call.events(answer.stream(*usage), failed)
-    call.stream_option("include_usage")
-    return await call.whole(answer.whole())
+    return await call.answered(_ChatAnswer(call), failed)
 
 
 @dataclass

@@ -27,11 +27,7 @@ async def completions(service: Service, request: Request, body: Any) -> Response
     call = ApiCall.of(service, request, COMPLETIONS, body, "cmpl")
     prompts = _prompts(call.fields["prompt"])
     answer = _CompletionAnswer(call, prompts, await _params(call, len(prompts)))
-    if call.is_streamed:
-        usage = call.stream_option("include_usage"), call.stream_option("continuous_usage_stats")
-        return call.events(answer.stream(*usage), failed)
-    call.stream_option("include_usage")
-    return await call.whole(answer.whole())
+    return await call.answered(answer, failed)
 
 
 def failed(error: ApiError) -> bytes:

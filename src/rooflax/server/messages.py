@@ -16,7 +16,7 @@ from rooflax.server.answers import Json, event
 from rooflax.server.call import ApiCall
 from rooflax.server.errors import ApiError, anthropic_body
 from rooflax.server.fields import convert, one_of, present
-from rooflax.server.reader import Event
+from rooflax.server.open_call import Event
 from rooflax.server.rendering import render, tells_effort
 from rooflax.server.sampling import renamed
 from rooflax.server.service import Service

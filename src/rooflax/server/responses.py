@@ -16,7 +16,7 @@ from rooflax.server.answers import Json, event
 from rooflax.server.call import ApiCall
 from rooflax.server.errors import ApiError
 from rooflax.server.fields import convert, present
-from rooflax.server.reader import Event
+from rooflax.server.open_call import Event
 from rooflax.server.rendering import ROLES, render, tells_effort, text_of
 from rooflax.server.sampling import renamed
 from rooflax.server.service import Service

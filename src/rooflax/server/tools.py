@@ -13,7 +13,8 @@ from typing import Any
 
 from rooflax.server.errors import ApiError
 from rooflax.server.formats import Format
-from rooflax.server.grammars import Thinks, Unforceable, call_alone, call_grammar
+from rooflax.server.grammars import Thinks, call_alone, call_grammar
+from rooflax.server.lark import Unforceable
 from rooflax.server.tables import MAX_TOOLS
 
 MAX_SCHEMA_BYTES = 64 * 1024

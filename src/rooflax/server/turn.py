@@ -11,7 +11,8 @@ from rooflax.completion import Delta
 from rooflax.server.call import ApiCall, check_finished
 from rooflax.server.errors import ApiError
 from rooflax.server.grammars import Thinks, behind_reasoning
-from rooflax.server.reader import Event, Reader
+from rooflax.server.open_call import Event
+from rooflax.server.reader import Reader
 from rooflax.server.rendering import ChatPrompt, render
 from rooflax.server.sampling import form_field, form_of, sampling_params
 from rooflax.server.tools import new_call_id

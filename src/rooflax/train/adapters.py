@@ -68,52 +68,52 @@ class LoraTraining:
     def start(self) -> Matrices:
         """The matrices before the first step: A uniform within 1 / sqrt(in), B zero, magnitudes the
         lengths of the base's weights, as in PEFT."""
-        found: Matrices = {}
+        matrices: Matrices = {}
         counts = dict.fromkeys(self.targets, 1) | {p: t.count for p, t in self.experts.items()}
         for module, target in (self.targets | self.experts).items():
             random = np.random.default_rng([self._seed, zlib.crc32(module.encode())])
             bound, rank = 1 / math.sqrt(target.inputs), self.config.rank * counts[module]
             a = random.uniform(-bound, bound, (rank, target.inputs)).astype(np.float32)
             b = np.zeros((target.outputs, rank), np.float32)
-            found[module] = {"a": jnp.asarray(a), "b": jnp.asarray(b)}
+            matrices[module] = {"a": jnp.asarray(a), "b": jnp.asarray(b)}
         if self.config.use_dora:
             for module, length in self._base_lengths():
-                found[module]["magnitude"] = length
+                matrices[module]["magnitude"] = length
         for module, target in self.tables.items():
-            w = as_table(self._base.weights[target.slot.key]).in_stack()[0].numbers().T
-            found[module] = {"weight": w}
-        return found
+            w = as_table(self._base.weights[target.param.key]).in_stack()[0].numbers().T
+            matrices[module] = {"weight": w}
+        return matrices
 
     def _base_lengths(self) -> Iterator[tuple[str, Array]]:
         """Of each module's weights, for each output."""
         sizes, weights = self._base.config.axis_sizes, frozen(self._base)
         stacked = weights.get("stacked_layers")
-        groups = stacked or weights["layers"]
+        layers = stacked or weights["layers"]
         length = jax.jit(lengths)
         for module, target in self.targets.items():
-            layer, key = target.slot.layer, target.slot.key
-            leaf = weights[key] if layer is None else groups[layer % len(groups)][key]
+            layer, key = target.param.layer, target.param.key
+            leaf = weights[key] if layer is None else layers[layer % len(layers)][key]
             if layer is not None and stacked:
-                leaf = leaf.at(layer // len(groups))
+                leaf = leaf.at(layer // len(layers))
             outputs = math.prod(leaf.out_shape)
-            found = length(leaf, jnp.zeros((target.inputs, 1)), jnp.zeros((1, outputs)))
+            norms = length(leaf, jnp.zeros((target.inputs, 1)), jnp.zeros((1, outputs)))
             if not target.is_head:
-                shape = target.slot.line.in_out_shape(sizes)[1]
-                order, counts = output_order(target.slot.line.layout, shape)
-                in_order = jnp.zeros_like(found).at[order].set(found)
-                found = jnp.split(in_order, np.cumsum(counts)[:-1])[target.index]
-            yield module, found
+                shape = target.param.line.in_out_shape(sizes)[1]
+                order, counts = output_order(target.param.line.layout, shape)
+                in_order = jnp.zeros_like(norms).at[order].set(norms)
+                norms = jnp.split(in_order, np.cumsum(counts)[:-1])[target.index]
+            yield module, norms
 
     def adapters(self, matrices: Mapping[str, Mapping[str, Any]]) -> dict[str, LowRank]:
         """The matrices with their scales."""
         return {
             module: LowRank(
-                own["a"],
-                own["b"],
+                parts["a"],
+                parts["b"],
                 self.config.scale_of(module),
-                magnitude=own.get("magnitude"),
+                magnitude=parts.get("magnitude"),
             )
-            for module, own in matrices.items()
+            for module, parts in matrices.items()
             if module not in self.tables
         }
 
@@ -133,9 +133,9 @@ class LoraTraining:
         if seeds is not None and self.dropout > 0:
             weights = _with_dropout(weights, seeds, self.dropout)
         for module, target in self.tables.items():
-            weights[target.slot.key] = matrices[module]["weight"]
+            weights[target.param.key] = matrices[module]["weight"]
         for parameter, target in self.experts.items():
-            place, key = weights["layers"][target.slot.layer], target.slot.key
+            place, key = weights["layers"][target.param.layer], target.param.key
             place[key] = target.adapted(place[key], adapters[parameter], base.config.axis_sizes)
         return replace(base, weights=weights)
 
@@ -184,7 +184,7 @@ def resolved(model: Model, config: TrainConfig) -> tuple[AdapterConfig, dict[str
                 )
     chosen = {m: target for m, target in known.items() if asked.changes(m)}
     if isinstance(wanted, str):  # PEFT's routers of experts are no linear layers
-        chosen = {m: t for m, t in chosen.items() if not t.slot.key.endswith(ROUTER)}
+        chosen = {m: t for m, t in chosen.items() if not t.param.key.endswith(ROUTER)}
     if not chosen:
         raise RequestError(
             f"target_modules {names!r:.80} and num_layers {config.num_layers} leave no layer of "
@@ -222,19 +222,19 @@ def frozen(model: Model) -> dict[str, Any]:
     """The weights of which those that multiply have gradients through activations alone."""
     config, weights = model.config, dict(model.weights)
     stacked = "stacked_layers" in weights
-    groups = [dict(group) for group in weights["stacked_layers" if stacked else "layers"]]
-    for slot in config.slots():
-        if not is_matmul(slot, config) or slot.line.num_stacked:
+    layers = [dict(layer) for layer in weights["stacked_layers" if stacked else "layers"]]
+    for param in config.params():
+        if not is_matmul(param, config) or param.line.num_stacked:
             continue
-        if slot.layer is None:
+        if param.layer is None:
             place = weights
-        elif slot.layer >= len(groups):
+        elif param.layer >= len(layers):
             continue
         else:
-            place = groups[slot.layer]
-        leaf = place[slot.key]
-        place[slot.key] = Frozen(leaf, *matmul_shape(slot, config), is_head(slot, config))
-    return weights | {"stacked_layers" if stacked else "layers": tuple(groups)}
+            place = layers[param.layer]
+        leaf = place[param.key]
+        place[param.key] = Frozen(leaf, *matmul_shape(param, config), is_head(param, config))
+    return weights | {"stacked_layers" if stacked else "layers": tuple(layers)}
 
 
 def _check_stacks(model: Model) -> None:
@@ -242,9 +242,9 @@ def _check_stacks(model: Model) -> None:
     Raises:
         RequestError: experts round activations, which has no gradient.
     """
-    groups = model.weights.get("stacked_layers") or model.weights["layers"]
-    for group in groups:
-        for leaf in group.values():
+    layers = model.weights.get("stacked_layers") or model.weights["layers"]
+    for layer in layers:
+        for leaf in layer.values():
             leaves = jax.tree.leaves(leaf, is_leaf=lambda one: isinstance(one, Operand))
             stacks = any(getattr(one, "stack", ()) for one in leaves)
             if stacks and any(getattr(one, "quantizes_activations", False) for one in leaves):
@@ -262,8 +262,8 @@ def _with_dropout(weights: dict[str, Any], seeds: Array, rate: float) -> dict[st
         if not isinstance(leaf, Adapted):
             return leaf
         lead = leaf.a.shape[:-2]
-        own = [next(numbers) for _ in range(math.prod(lead))]
-        number = jnp.asarray(own, jnp.int32).reshape(lead)
+        stack = [next(numbers) for _ in range(math.prod(lead))]
+        number = jnp.asarray(stack, jnp.int32).reshape(lead)
         return replace(leaf, dropout=Dropout(seeds, number, rate))
 
     return jax.tree.map(changed, weights, is_leaf=lambda leaf: isinstance(leaf, Adapted))

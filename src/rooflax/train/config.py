@@ -300,8 +300,8 @@ class TrainConfig:
             raise RequestError(f"The run has {steps:,} steps; the most are {MOST_STEPS:,}.")
         micro_batches = self.micro_batches or 1
         if self.micro_batches is None and tokens_at_once is not None:
-            most, own = max(tokens_at_once // self.seq_len, 1), self.batch_size // self.row_parts
-            micro_batches = own // next(n for n in range(most, 0, -1) if own % n == 0)
+            most, rows = max(tokens_at_once // self.seq_len, 1), self.batch_size // self.row_parts
+            micro_batches = rows // next(n for n in range(most, 0, -1) if rows % n == 0)
         return replace(
             self, steps=steps, tokens=None, epochs=None, micro_batches=micro_batches
         )
@@ -327,11 +327,12 @@ class TrainConfig:
             otherwise = field.default if is_new else None
             now, then = getattr(self, field.name), saved.get(field.name, otherwise)
             if field.name not in may_change and now != then:
-                how = "resume with the same settings or train into another folder"
+                advice = "resume with the same settings or train into another folder"
                 if field.name == "steps":
-                    how = "a run can be made longer, not shorter"
+                    advice = "a run can be made longer, not shorter"
                 raise RequestError(
-                    f"{field.name} is {now!r}, but the checkpoint was trained with {then!r}; {how}."
+                    f"{field.name} is {now!r}, but the checkpoint was trained with {then!r}; "
+                    f"{advice}."
                 )
 
     def _check_rewards(self) -> None:
@@ -355,9 +356,9 @@ class TrainConfig:
                 raise RequestError(f"`target_parameters` does not go with {name}; leave one out.")
 
     def _check_unset(self, group: str, said: str, *besides: str) -> None:
-        own = (one for one in declarations(TrainConfig).values() if one.group == group)
-        given = [one.name for one in own if getattr(self, one.name) != one.default]
-        if other := [name for name in given if name not in besides]:
+        declared = (one for one in declarations(TrainConfig).values() if one.group == group)
+        set_names = [one.name for one in declared if getattr(self, one.name) != one.default]
+        if other := [name for name in set_names if name not in besides]:
             raise RequestError(f"`{other[0]}` is of {said}.")
 
     def _check_divides(self, name: str, value: int, divisor: int) -> None:

@@ -109,8 +109,8 @@ AnyRow = TypeVar("AnyRow", bound=Row | Prompt)
 def dataset_files(folder: Path) -> dict[str, Path]:
     """The files train.jsonl, valid.jsonl and test.jsonl of a folder that has the first, by part."""
     files = {part: folder / f"{part}.jsonl" for part in PARTS}
-    found = {part: path for part, path in files.items() if path.is_file()}
-    return found if "train" in found else {}
+    present = {part: path for part, path in files.items() if path.is_file()}
+    return present if "train" in present else {}
 
 
 def folder_documents(
@@ -264,10 +264,10 @@ def hub_values(spec: str) -> dict[str, Iterator[Value]]:
             f"{spec:.80} needs the package datasets; say `pip install 'rooflax[datasets]'`."
         ) from None
     try:
-        found = module.load_dataset(named[1], named[2], split=split or None)
+        dataset = module.load_dataset(named[1], named[2], split=split or None)
     except Exception as error:
         raise RequestError(f"{spec:.80} is not loaded: {first_line(error).rstrip('.')}.") from None
-    splits = {"train": found} if split else {part: found.get(of) for part, of in SPLITS.items()}
+    splits = {"train": dataset} if split else {part: dataset.get(of) for part, of in SPLITS.items()}
 
     def values(rows: Iterable[Any]) -> Iterator[Value]:
         for number, row in enumerate(rows):
@@ -307,8 +307,8 @@ def _row(value: dict[str, Any], name: str, where: str, field: str | None) -> Row
         return _answered(value, "completion", name, where)
     if field is None and {"chosen", "rejected"} <= value.keys():
         return _preference(value, name, where)
-    found = value.get(field or "text")
-    return Document(name, found) if isinstance(found, str) and _is_unicode(found) else None
+    text = value.get(field or "text")
+    return Document(name, text) if isinstance(text, str) and _is_unicode(text) else None
 
 
 def _answered(value: dict[str, Any], key: str, name: str, where: str) -> Conversation | Completion:
@@ -360,9 +360,9 @@ def _tools(value: dict[str, Any], where: str) -> tuple[dict[str, Any], ...] | No
 
 
 def _messages(value: dict[str, Any], key: str, where: str) -> tuple[dict[str, Any], ...]:
-    found = value[key]
-    if _are_objects(found) and found and all(isinstance(m.get("role"), str) for m in found):
-        return tuple(found)
+    chat = value[key]
+    if _are_objects(chat) and chat and all(isinstance(m.get("role"), str) for m in chat):
+        return tuple(chat)
     raise RequestError(f"{where} has {key} that are not a list of objects, each with a role.")
 
 

@@ -71,13 +71,9 @@ class Corpus:
     flags: np.ndarray
     info: CorpusInfo
 
-    @property
-    def tokens_per_byte(self) -> float:
-        return self.info.num_trained / max(self.info.num_bytes, 1)
-
     def bits_per_byte(self, loss: float) -> float:
         """A mean loss in nats per token, as bits per byte of text."""
-        return loss * self.tokens_per_byte / math.log(2)
+        return loss * (self.info.num_trained / max(self.info.num_bytes, 1)) / math.log(2)
 
 
 class PackedBatch(NamedTuple):
@@ -111,8 +107,8 @@ def separator_of(tokenizer: Any) -> int:
     Raises:
         RequestError: there is neither.
     """
-    found = (tokenizer.token_to_id(name) for name in SEPARATORS)
-    separator = next((token for token in found if token is not None), tokenizer.eos_id)
+    ids = (tokenizer.token_to_id(name) for name in SEPARATORS)
+    separator = next((token for token in ids if token is not None), tokenizer.eos_id)
     if separator is None:
         raise RequestError(
             f"the tokenizer in {tokenizer.folder} has no end-of-sequence token to put "

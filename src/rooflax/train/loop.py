@@ -197,7 +197,8 @@ def run_training(
     check_not_forked()
     check_trainable(model, config)
     with only_writer(folder, folder / ".run.lock", makes_folders=True):
-        run = _Run(model, config, training, held_out, test, folder, say, rollouts, sampler, track)
+        corpora = {"training": training, "held-out": held_out, "test": test}
+        run = _Run(model, config, corpora, folder, say, rollouts, sampler, track)
         if not keeps_model and run.lora is None and rollouts is None:
             for leaf in jax.tree.leaves((model.weights, run.model.weights)):
                 leaf.delete()
@@ -277,9 +278,7 @@ class _Run:
         self,
         model: Model,
         config: TrainConfig,
-        training: Corpus | None,
-        held_out: Corpus | None,
-        test: Corpus | None,
+        corpora: Mapping[str, Corpus | None],
         folder: Path,
         say: Callable[[str], None] | None,
         rollouts: Rollouts | None,
@@ -287,6 +286,7 @@ class _Run:
         track: Callable[[dict[str, Any]], None] | None,
     ):
         check_seq_len(config, model.max_model_len)
+        training, held_out = corpora["training"], corpora["held-out"]
         if training is not None:
             config = resolved(config, training)
             _check_ids(model, training, "corpus")
@@ -299,7 +299,7 @@ class _Run:
         self.rows = training and rows_of(config)(training, config.seq_len, config.seed)
         self.other_rows = {
             "held-out": self._other_rows(held_out, "held-out corpus"),
-            "test": self._other_rows(test, "corpus to test on"),
+            "test": self._other_rows(corpora["test"], "corpus to test on"),
         }
         self.lora = LoraTraining(self.model, config) if config.trains_adapter else None
         self.fixed = self.model.rope if self.lora is None else self.model
@@ -360,15 +360,15 @@ class _Run:
         """The state to go on from, and how much of the log belongs to it."""
         state = init_state(trained, self.optimizer, self.devices)
         remove_unfinished(self.checkpoints)
-        found = list_checkpoints(self.checkpoints)
-        if not found:
+        checkpoints = list_checkpoints(self.checkpoints)
+        if not checkpoints:
             remove_checkpoints(self.folder / "best")
             return state, 0
-        info = read_about(found[-1])
+        info = read_about(checkpoints[-1])
         self.config.check_same(info["config"])
         check_same_model(info.get("model"), self.architecture)
         self.loss, self.saved_step = info["loss"], info["step"]
-        state = load_state(found[-1], state)
+        state = load_state(checkpoints[-1], state)
         self.say_resumed(info)
         return state, info["log_position"]
 
@@ -535,10 +535,10 @@ class _Run:
         """Answers to stated prompts: whole in the log, their beginnings on the screen."""
         if self.sampler is None:
             return
-        found = self.sampler(self.trained_model())
-        samples = [{"prompt": prompt, "text": text} for prompt, text in found]
+        answers = self.sampler(self.trained_model())
+        samples = [{"prompt": prompt, "text": text} for prompt, text in answers]
         self.log.write({"step": self.step, "samples": samples})
-        for prompt, text in found:
+        for prompt, text in answers:
             asked, answered = (json.dumps(each, ensure_ascii=False) for each in (prompt, text))
             self.say(shortened(f"  {shortened(asked, SCREEN // 3)}: {answered}", SCREEN))
 

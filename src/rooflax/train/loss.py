@@ -105,8 +105,8 @@ def _with_gradients(
         chosen = jnp.arange(logits.shape[1])[None] == targets[:, None]
         shares = jnp.exp(logits - log_sums[:, None])
         d_trained, d_hidden = pull(weights[:, None] * (shares - chosen.astype(jnp.float32)))
-        found = jnp.sum(losses * weights), d_trained
-        return jax.tree.map(lambda a, b: a + b.astype(jnp.float32), carry, found), d_hidden
+        sums = jnp.sum(losses * weights), d_trained
+        return jax.tree.map(lambda a, b: a + b.astype(jnp.float32), carry, sums), d_hidden
 
     zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trained)
     (total, d_trained), d_hidden = jax.lax.scan(one, (jnp.zeros(()), zeros), chunks)

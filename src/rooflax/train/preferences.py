@@ -86,13 +86,13 @@ def preference_loss(model: Model, config: TrainConfig, lora: LoraTraining | None
         is_there = _pairs(batch)
         loss, rewards, more = per_pair(losses, batch, config)
         chosen, rejected = jax.lax.stop_gradient(beta * rewards)
-        found = {
+        means = {
             "rewards/chosen": chosen,
             "rewards/rejected": rejected,
             "rewards/margins": chosen - rejected,
             "rewards/accuracies": (chosen > rejected).astype(jnp.float32),
         } | more
-        return _sum(loss, is_there), {name: _sum(each, is_there) for name, each in found.items()}
+        return _sum(loss, is_there), {name: _sum(each, is_there) for name, each in means.items()}
 
     return Loss(sums, lambda batch: jnp.sum(_pairs(batch)))
 
@@ -164,18 +164,18 @@ def make_reference(
     token_losses = make_token_losses(model, config, lora)
     size = config.batch_size // (config.micro_batches or 1)
 
-    def own(weights: Any, fixed: Any, batch: PairBatch) -> Array:
+    def of_device(weights: Any, fixed: Any, batch: PairBatch) -> Array:
         whole = devices.whole(weights, fixed)
         return -jnp.sum(batch.mask * token_losses(*whole, batch), axis=1)
 
-    answers = jax.jit(devices.mapped(own, ROWS))
+    answers = jax.jit(devices.mapped(of_device, ROWS))
 
     def fill(weights: Any, fixed: Any, rows: PairRows, pairs: Sequence[int]) -> None:
         for first in range(0, len(pairs), size):
             some = list(pairs[first : first + size])
             batch = rows.take([*some, *[0] * (size - len(some))])
-            found = np.asarray(answers(weights, fixed, batch)).reshape(-1, 2)
-            rows.reference.reshape(-1, 2)[some] = found[: len(some)]
+            logprobs = np.asarray(answers(weights, fixed, batch)).reshape(-1, 2)
+            rows.reference.reshape(-1, 2)[some] = logprobs[: len(some)]
 
     return fill
 
@@ -195,14 +195,14 @@ def load_reference(path: Path, parts: Sequence[PairRows]) -> None:
     """
     try:
         with open_regular(path) as file:
-            found = np.lib.format.read_array(file, allow_pickle=False)
+            saved = np.lib.format.read_array(file, allow_pickle=False)
     except (OSError, ValueError, EOFError, MemoryError) as error:
         raise CheckpointError(f"cannot read {path}: {error}; give another --out.") from None
     ends = np.cumsum([rows.reference.size for rows in parts])
-    if found.shape != (ends[-1],) or found.dtype != np.float32:
+    if saved.shape != (ends[-1],) or saved.dtype != np.float32:
         raise CheckpointError(
-            f"{path} has {found.dtype}{list(found.shape)}, and the data {ends[-1]} answers; give "
+            f"{path} has {saved.dtype}{list(saved.shape)}, and the data {ends[-1]} answers; give "
             f"another --out."
         )
-    for rows, own in zip(parts, np.split(found, ends[:-1]), strict=True):
-        rows.reference[:] = own
+    for rows, part in zip(parts, np.split(saved, ends[:-1]), strict=True):
+        rows.reference[:] = part

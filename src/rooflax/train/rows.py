@@ -24,131 +24,101 @@ THREADS = 4
 WRITTEN_AT_ONCE = 1024  # rows
 
 
-@dataclass
-class Cuts:
-    """What truncation did: rows that lost tokens, and those that have nothing left to train."""
-
-    shortened: int = 0
-    dropped: int = 0
-
-
 def has_whole_rows(rows: Iterable[Row]) -> bool:
     """Whether documents may not be cut, as those with a prompt may not."""
     return any(not isinstance(row, Document) for row in rows)
 
 
-def encode_rows(
-    rows: Sequence[Row],
-    tokenizer: Tokenizer,
-    separator: int,
-    config: DataConfig,
-    seq_len: int,
-    cuts: Cuts,
-) -> Iterator[Encoded]:
-    """Tokens of rows, in their order.
+@dataclass
+class RowEncoder:
+    """Tokens of rows, in their order, and what truncation did to them.
 
-    Texts alone are for rows of tokens that cut them anywhere; as soon as one row has a prompt, all
-    are held to the length of a row.
-
-    Args:
+    Attributes:
         separator: ends texts.
-        cuts: counts what `config.truncation` does.
-
-    Raises:
-        RequestError: the first row that cannot be trained on, with file and line.
+        seq_len: of the rows that are trained.
+        shortened, dropped: rows that lost tokens, and those that have nothing left to train.
     """
-    if not has_whole_rows(rows):
-        if rows and config.masks:
+
+    tokenizer: Tokenizer
+    separator: int
+    config: DataConfig
+    seq_len: int
+    shortened: int = 0
+    dropped: int = 0
+
+    def rows(self, rows: Sequence[Row]) -> Iterator[Encoded]:
+        """Texts alone are for rows of tokens that cut them anywhere; as soon as one row has a
+        prompt, all are held to the length of a row.
+
+        Raises:
+            RequestError: the first row that cannot be trained on, with file and line.
+        """
+        if has_whole_rows(rows):
+            yield from (one for one in self._encoded(rows, self.config) if one is not None)
+            return
+        if rows and self.config.masks:
             raise RequestError(
                 f"{rows[0].name} is plain text, which has no prompt to mask; give rows of "
                 f"messages, or of a prompt and a completion."
             )
         texts = (row.text for row in rows if isinstance(row, Document))
-        yield from encode_texts(texts, tokenizer.backend, separator)
-        return
+        yield from encode_texts(texts, self.tokenizer.backend, self.separator)
 
-    for document in _encoded(rows, tokenizer, separator, config, seq_len, cuts):
-        if document is not None:
-            yield document
+    def pairs(self, rows: Sequence[Row]) -> Iterator[Encoded]:
+        """Preferences, each as two documents: the prompt with the chosen answer, and with the
+        rejected one; the answers are trained. A pair of which nothing of an answer is left is
+        dropped.
 
-
-def encode_pairs(
-    rows: Sequence[Row],
-    tokenizer: Tokenizer,
-    separator: int,
-    config: DataConfig,
-    seq_len: int,
-    cuts: Cuts,
-) -> Iterator[Encoded]:
-    """Tokens of preferences, each as two documents: the prompt with the chosen answer, and with the
-    rejected one; the answers are trained.
-
-    Args:
-        separator, cuts: as for `encode_rows`. A pair of which nothing of an answer is left is
-            dropped.
-
-    Raises:
-        RequestError: as for `encode_rows`, or of a row that is no preference.
-    """
-    both: list[Row] = []
-    for row in rows:
-        if not isinstance(row, Preference):
-            raise RequestError(
-                f"{where(row)} has no chosen and rejected answer, which `train_mode` dpo and orpo "
-                f"learn from."
-            )
-        both += row.chosen, row.rejected
-    found = _encoded(both, tokenizer, separator, replace(config, mask_prompt=True), seq_len, cuts)
-    for chosen, rejected in zip(found, found, strict=True):
-        if chosen is not None and rejected is not None:
-            yield from (chosen, rejected)
-
-
-def _encoded(
-    rows: Sequence[Row],
-    tokenizer: Tokenizer,
-    separator: int,
-    config: DataConfig,
-    seq_len: int,
-    cuts: Cuts,
-) -> Iterator[Encoded | None]:
-    """Tokens of rows, in their order; None of one that is cut to nothing."""
-
-    def encoded(row: Row) -> tuple[Row, list[int], list[bool] | None]:
-        return row, *encode_row(row, tokenizer, separator, config)
-
-    with ThreadPoolExecutor(THREADS) as pool:
-        for first in range(0, len(rows), WRITTEN_AT_ONCE):
-            for row, ids, trained in pool.map(encoded, rows[first : first + WRITTEN_AT_ONCE]):
-                if len(ids) < 2:
-                    raise RequestError(f"{where(row)} has nothing to train on: it is empty.")
-                if trained is not None and not any(trained[1:]):
-                    raise RequestError(
-                        f"{where(row)} has nothing to train on: no answer of the assistant is "
-                        f"{'the last message' if config.mask_prompt else 'among its messages'}."
-                    )
-                if len(ids) > seq_len + 1:
-                    ids, trained = _cut(row, ids, trained, seq_len, config)
-                    cuts.shortened += 1
-                if trained is not None and not any(trained[1:]):
-                    cuts.dropped += 1
-                    yield None
-                    continue
-                kept = (
-                    ids if trained is None else [i for i, t in zip(ids, trained, strict=True) if t]
+        Raises:
+            RequestError: as for `rows`, or of a row that is no preference.
+        """
+        both: list[Row] = []
+        for row in rows:
+            if not isinstance(row, Preference):
+                raise RequestError(
+                    f"{where(row)} has no chosen and rejected answer, which `train_mode` dpo and "
+                    f"orpo learn from."
                 )
-                yield Encoded(ids, trained, len(tokenizer.decode(kept).encode("utf-8")))
+            both += row.chosen, row.rejected
+        encoded = self._encoded(both, replace(self.config, mask_prompt=True))
+        for chosen, rejected in zip(encoded, encoded, strict=True):
+            if chosen is not None and rejected is not None:
+                yield from (chosen, rejected)
 
+    def _encoded(self, rows: Sequence[Row], config: DataConfig) -> Iterator[Encoded | None]:
+        """Each row; None of one that is cut to nothing."""
 
-def _cut(
-    row: Row, ids: list[int], trained: list[bool] | None, seq_len: int, config: DataConfig
-) -> tuple[list[int], list[bool] | None]:
-    if config.truncation == "reject":
-        raise RequestError(
-            f"{where(row)} has {len(ids)} tokens, but rows of --seq-len {seq_len} hold "
-            f"{seq_len + 1}; raise --seq-len, or cut such rows with --truncation cut."
-        )
-    return ids[: seq_len + 1], None if trained is None else trained[: seq_len + 1]
+        def encoded(row: Row) -> tuple[Row, list[int], list[bool] | None]:
+            return row, *encode_row(row, self.tokenizer, self.separator, config)
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            for first in range(0, len(rows), WRITTEN_AT_ONCE):
+                for each in pool.map(encoded, rows[first : first + WRITTEN_AT_ONCE]):
+                    yield self._checked(*each, config)
+
+    def _checked(
+        self, row: Row, ids: list[int], trained: list[bool] | None, config: DataConfig
+    ) -> Encoded | None:
+        if len(ids) < 2:
+            raise RequestError(f"{where(row)} has nothing to train on: it is empty.")
+        if trained is not None and not any(trained[1:]):
+            raise RequestError(
+                f"{where(row)} has nothing to train on: no answer of the assistant is "
+                f"{'the last message' if config.mask_prompt else 'among its messages'}."
+            )
+        most = self.seq_len + 1
+        if len(ids) > most and config.truncation == "reject":
+            raise RequestError(
+                f"{where(row)} has {len(ids)} tokens, but rows of --seq-len {self.seq_len} hold "
+                f"{most}; raise --seq-len, or cut such rows with --truncation cut."
+            )
+        self.shortened += len(ids) > most
+        ids, trained = ids[:most], None if trained is None else trained[:most]
+        if trained is not None and not any(trained[1:]):
+            self.dropped += 1
+            return None
+        kept = ids if trained is None else [i for i, t in zip(ids, trained, strict=True) if t]
+        return Encoded(ids, trained, len(self.tokenizer.decode(kept).encode("utf-8")))
 
 
 def where(row: Row) -> str:
@@ -166,10 +136,10 @@ def encode_row(
     """
     try:
         if isinstance(row, Document):
-            (found,) = encode_texts([row.text], tokenizer.backend, separator)
+            (encoded,) = encode_texts([row.text], tokenizer.backend, separator)
             if config.masks:
                 raise RequestError("plain text has no prompt to mask")
-            return list(found.ids), None
+            return list(encoded.ids), None
         if isinstance(row, Preference):
             raise RequestError(
                 "it has a chosen and a rejected answer, which `train_mode` dpo and orpo learn from"

@@ -170,7 +170,7 @@ def make_train_step(
     """
     loss = loss or cross_entropy(model, config, lora)
 
-    def own(weights: Any, fixed: Any, rows: Any, scale: Any) -> Any:
+    def of_device(weights: Any, fixed: Any, rows: Any, scale: Any) -> Any:
         """The loss of a device's rows, and its gradient."""
 
         def part(weights: Any, rows: Any) -> Any:
@@ -181,7 +181,7 @@ def make_train_step(
         numbers, grads = _accumulate(graded, weights, rows, config.micro_batches or 1)
         return devices.summed(numbers), devices.summed_gradients(grads)
 
-    of_rows = devices.mapped(own, (TOTAL, GRADIENTS))
+    of_rows = devices.mapped(of_device, (TOTAL, GRADIENTS))
 
     def step(state: TrainState, fixed: Any, batch: Any) -> tuple[TrainState, Metrics]:
         count = loss.count(batch)
@@ -216,12 +216,12 @@ def make_eval_step(
     """The jitted function (weights, fixed, batch) -> (summed loss, its count, further sums)."""
     loss = loss or cross_entropy(model, replace(config, remat=None), lora)
 
-    def own(weights: Any, fixed: Any, batch: Any) -> Any:
+    def of_device(weights: Any, fixed: Any, batch: Any) -> Any:
         micro, whole = _split_rows(batch, config.micro_batches or 1), devices.whole(weights, fixed)
         sums = jax.lax.map(lambda part: loss.sums(*whole, part, None), micro)
         return devices.summed(jax.tree.map(jnp.sum, sums))
 
-    of_rows = devices.mapped(own, TOTAL)
+    of_rows = devices.mapped(of_device, TOTAL)
 
     def evaluate(weights: Any, fixed: Any, batch: Any) -> tuple[Any, Any, Any]:
         total, more = of_rows(weights, fixed, batch)

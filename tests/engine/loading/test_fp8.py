@@ -86,7 +86,7 @@ def test_codes_with_one_scale_each_stay_ours(prefix, end, tmp_path):
     )
     kept, theirs = load(folder, dtype=None), load(plain)
     seen = 0
-    for slot in kept.config.slots():
+    for slot in kept.config.params():
         leaf, wanted = (
             (m.weights if slot.layer is None else m.weights["layers"][slot.layer])[slot.key]
             for m in (kept, theirs)

@@ -171,7 +171,7 @@ def test_a_file_of_llama_cpps_converter_is_the_checkpoint(name, tmp_path):
     file = GGUFFile(path)
     bfloat16 = {n for n in file.names() if file.info(n).dtype == "BF16"}
     entries, seen = tensor_entries(ours.family, ours.config), 0
-    for slot in ours.config.slots():
+    for slot in ours.config.params():
         a, b = (
             np.asarray(
                 (m.weights if slot.layer is None else m.weights["layers"][slot.layer])[slot.key]

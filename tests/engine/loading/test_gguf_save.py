@@ -165,7 +165,7 @@ def test_blocks_keep_their_codes_in_our_order(name, checkpoint, tmp_path):
     path = written(checkpoint(name), tmp_path / "m.gguf", "Q8_0")
     kept, plain, formats = load(path, dtype=None), load(path), model_info(path).weights().formats
     found = 0
-    for slot in kept.config.slots():
+    for slot in kept.config.params():
         if slot.name not in formats:
             continue
         leaf, wanted = (

@@ -9,7 +9,7 @@ from rooflax.loading import tensor_plan
 from rooflax.loading.checkpoint import Checkpoint
 from rooflax.models.registry import read_config
 from rooflax.nn.shards import Shards, split_axes, whole_shape
-from rooflax.nn.weights import TensorLayout
+from rooflax.nn.tensor_layouts import TensorLayout
 from tests import goldens
 from tests.sharding import CONFIGS, write_checkpoint
 
@@ -43,7 +43,7 @@ def test_each_byte_is_read_once_and_no_host_array_is_larger_than_a_part(
 
     _, config = read_config(CONFIGS[model])
     largest = 0
-    for slot in config.slots():
+    for slot in config.params():
         split = axis in split_axes(slot.line, Shards(**{axis: 2}))
         size = 4 * int(np.prod(whole_shape(slot.line, config, Shards(tensor=2))))
         largest = max(largest, size // (2 if split else 1))
@@ -58,7 +58,7 @@ def test_every_layouts_parts_are_parts_of_the_whole(variant):
     _, config = read_config(goldens.VARIANTS[variant])
     state = np.random.RandomState(0)
     stored = goldens.stored_shapes(variant, reference)
-    for slot in config.slots():
+    for slot in config.params():
         weight, shape = slot.line, slot.line.shape(config.axis_sizes)
         sizes = weight.hf_shapes(config.axis_sizes)
         assert all(stored[n] == s for n, s in zip(slot.hf_names, sizes, strict=True))

@@ -317,7 +317,7 @@ def test_scanned_layers_copy_neither_weights_nor_cache(name, quantize):
 def quantized_weights(model, format):
     """The model's weights as `--quantize` keeps them."""
     storage = Storage("float32", resolve_format(format))
-    found = model.config.slots()
+    found = model.config.params()
 
     def leaf(slot):
         layers = model.weights["layers"]

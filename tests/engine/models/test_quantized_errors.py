@@ -46,7 +46,7 @@ def test_logits_err_no_more_than_stated(name, tmp_path):
     folder = gguf_cases.write_family(tmp_path / name, name)
     exact = load(folder, dtype="float32")
     storage = Storage("float32", resolve_format("int4"))
-    matmuls = [slot for slot in exact.config.slots() if is_matmul(slot, exact.config)]
+    matmuls = [slot for slot in exact.config.params() if is_matmul(slot, exact.config)]
     kept = {str(storage.of(slot, exact.config).format) for slot in matmuls}
     formats = {one for format in kept for one in formats_of(format)}
     assert formats <= {"iq4_nl", "w6a8", "w8a8-h64", "w8a8"}

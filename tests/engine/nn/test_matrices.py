@@ -19,7 +19,7 @@ WIDE = "int4+v=w8a8+down=w8a8-g32+gate=w4a8"
 def formats(name, quantize):
     config = model_info(name).config
     storage = Storage("float32", resolve_format(quantize))
-    return {slot.key: str(storage.of(slot, config).format) for slot in config.slots()}
+    return {slot.key: str(storage.of(slot, config).format) for slot in config.params()}
 
 
 def test_four_bits_leave_what_costs_most_wider_unless_it_is_named():

@@ -58,7 +58,7 @@ def test_one_layer_in_another_width_widens_all_of_its_stack():
 
 def _checkpoint(model):
     found = {}
-    for slot in model.config.slots():
+    for slot in model.config.params():
         where = model.weights if slot.layer is None else model.weights["layers"][slot.layer]
         parts = slot.line.split(np.asarray(where[slot.key]), model.config.axis_sizes)
         found |= dict(zip(slot.hf_names, parts, strict=True))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rooflax.models.registry import read_config
 from rooflax.nn.rope import Rope
 from rooflax.nn.shards import Shards, padded_vocab, split_axes
-from rooflax.nn.weights import (
+from rooflax.nn.tensor_layouts import (
     QKV,
     Conv1D,
     Flat,
@@ -21,9 +21,8 @@ from rooflax.nn.weights import (
     Rows,
     Swapped,
     TensorLayout,
-    WeightLine,
-    assemble,
 )
+from rooflax.nn.weights import WeightLine, assemble
 from tests import goldens
 
 HF = ("q", "k", "v")
@@ -157,7 +156,7 @@ def test_join_converts_the_dtype_on_the_way():
 @pytest.mark.parametrize("variant", list(goldens.VARIANTS))
 def test_every_slot_once_and_all_parameters_counted(variant):
     _, config = read_config(goldens.VARIANTS[variant])
-    sizes, found = config.axis_sizes, list(config.slots())
+    sizes, found = config.axis_sizes, list(config.params())
     shared = [slot for slot in found if isinstance(slot.line.layout, HeadPart)]
     hf = [hf for slot in found for hf in slot.hf_names]
     assert len(hf) == len(set(hf)) + len(shared) // 2 and len(found) == len(

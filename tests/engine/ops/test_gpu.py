@@ -190,7 +190,7 @@ def a_row_of_words(name, codes, x, dtype):
 @pytest.mark.parametrize("name", linear_gpu.CODES)
 def test_every_code_is_multiplied_exactly(name, interpreted):
     """Each code at each place of a row of words, beside others, with each size of activations."""
-    slots, codes = linear_gpu.CODES[name].slots, codes_of(name)
+    slots, codes = linear_gpu.CODES[name].num_inputs, codes_of(name)
     mixed = codes[(np.arange(len(codes))[:, None] + 7 * np.arange(slots)) % len(codes)]
     for dtype in (jnp.float32, jnp.bfloat16):
         for place in range(slots):
@@ -203,7 +203,7 @@ def test_every_code_is_multiplied_exactly(name, interpreted):
 @pytest.mark.parametrize("name", [n for n in linear_gpu.CODES if n != "fp8"])
 def test_whole_numbers_are_summed_exactly(name, interpreted):
     """Activations of the most bits that a type may have: every partial sum is a whole number."""
-    slots, codes = linear_gpu.CODES[name].slots, codes_of(name)
+    slots, codes = linear_gpu.CODES[name].num_inputs, codes_of(name)
     mixed = codes[(np.arange(len(codes))[:, None] + 7 * np.arange(slots)) % len(codes)]
     for bits, dtype in ((15, jnp.bfloat16), (23, jnp.float32)):
         x = np.random.default_rng(bits).integers(-(2**bits) + 1, 2**bits, slots)

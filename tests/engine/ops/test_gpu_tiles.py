@@ -272,12 +272,12 @@ def one_by_one(name):
     return {
         "operand": (fragments.words_layout(), (4, 64), wgmma, (64, 32), 4),
         "rows_of": (fragments.scales_layout(), (4, 16), wgmma.reduce(1), (64,), 1),
-        "turned": (wgmma, (64, 24), fragments.turned_layout(), (24, 4, 16), 1),
+        "transposed": (wgmma, (64, 24), fragments.transposed_layout(), (24, 4, 16), 1),
     }[name]
 
 
 @pytest.mark.every_jax
-@pytest.mark.parametrize("name", ["operand", "rows_of", "turned"])
+@pytest.mark.parametrize("name", ["operand", "rows_of", "transposed"])
 def test_registers_hold_what_interpretation_says(name):
     """Every element comes from the one that JAX's operations take, and from the same thread."""
     from rooflax.ops import mosaic_fragments as fragments

@@ -248,7 +248,7 @@ VECTORS = ("bias", "sinks", "norm.weight", "layernorm.weight", "ln_1.weight", "l
 
 def by_slot(model, tree):
     """(name, whether the checkpoint holds matrices there, leaf of the tree)."""
-    for slot in model.config.slots():
+    for slot in model.config.params():
         place = tree if slot.layer is None else tree["layers"][slot.layer]
         yield slot.name, not slot.hf_names[0].endswith(VECTORS), place[slot.key]
 

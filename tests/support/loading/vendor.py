@@ -33,7 +33,7 @@ def tensors(raw, seed=0):
     """Random bfloat16 tensors under the names of a checkpoint."""
     state, found = np.random.RandomState(seed), {}
     config = read_config(raw)[1]
-    for slot in config.slots():
+    for slot in config.params():
         shapes = slot.line.hf_shapes(config.axis_sizes)
         for name, shape in zip(slot.hf_names, shapes, strict=True):
             values = state.standard_normal(shape).astype(np.float32)
@@ -71,7 +71,7 @@ def leaves(model):
         slot: (model.weights if slot.layer is None else model.weights["layers"][slot.layer])[
             slot.key
         ]
-        for slot in model.config.slots()
+        for slot in model.config.params()
         if is_matmul(slot, model.config)
     }
 

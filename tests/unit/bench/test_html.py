@@ -13,7 +13,7 @@ from rooflax.bench.html import page, write_page
 from rooflax.bench.plots import labels, plots
 from rooflax.bench.report import ablation_cells
 from rooflax.errors import RequestError
-from rooflax.models.memory import gib
+from rooflax.nn.execution import gib
 
 pytest.importorskip("matplotlib")
 

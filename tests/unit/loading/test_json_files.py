@@ -44,7 +44,9 @@ def test_a_file_that_cannot_be_read_whole_is_rejected_by_name(tmp_path, name, ki
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "folder", "large"])
 def test_a_tokenizer_that_cannot_be_read_whole(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr("rooflax.loading.tokenizer.MAX_TOKENIZER_BYTES", json_files.MAX_FILE_BYTES)
+    monkeypatch.setattr(
+        "rooflax.loading.tokenizer_folder.MAX_TOKENIZER_BYTES", json_files.MAX_FILE_BYTES
+    )
     _make(tmp_path / "tokenizer.json", kind)
     with pytest.raises(CheckpointError, match=r"tokenizer"):
         Tokenizer(tmp_path)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.rope_reader import read_rope
 from rooflax.nn.rope import inverse_frequencies, rope_arrays
 from tests import goldens
 
@@ -16,7 +17,7 @@ def scaling_of(setting):
         "max_position_embeddings": 131_072,
         "rope_parameters": goldens.ROPE_SETTINGS[setting] | {"rope_theta": THETA},
     }
-    rope = ConfigReader(raw).rope(HEAD_DIM, default_theta=1.0)
+    rope = read_rope(ConfigReader(raw), HEAD_DIM, default_theta=1.0)
     assert rope.theta == THETA
     return rope.scaling
 

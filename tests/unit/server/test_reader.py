@@ -18,7 +18,8 @@ import pytest
 from rooflax.loading.incremental import spelled_bytes
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.server.formats import format_of, formats
-from rooflax.server.reader import TRANSITIONS, Event, Reader
+from rooflax.server.open_call import Event
+from rooflax.server.reader import TRANSITIONS, Reader
 from tests.support.loading import fixtures as tokenizers
 from tests.support.loading.rendering import render
 from tests.unit.loading.test_chat_template import TEMPLATES

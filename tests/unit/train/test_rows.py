@@ -6,7 +6,7 @@ from rooflax.errors import RequestError
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.train.config import DataConfig
 from rooflax.train.corpus import Completion, Conversation, Document, Preference
-from rooflax.train.rows import Cuts, encode_pairs, encode_rows
+from rooflax.train.rows import RowEncoder
 
 CHATML = (
     "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant', 'tool'] %}"
@@ -41,8 +41,8 @@ def chat(*messages, **more):
 
 
 def encode(tokenizer, rows, config=LAST, seq_len=500):
-    cuts = Cuts()
-    return list(encode_rows(rows, tokenizer, tokenizer.eos_id, config, seq_len, cuts)), cuts
+    encoder = RowEncoder(tokenizer, tokenizer.eos_id, config, seq_len)
+    return list(encoder.rows(rows)), encoder
 
 
 def text(tokenizer, ids):
@@ -157,8 +157,8 @@ def pair(chosen, rejected):
 
 def test_pairs_are_two_documents_whose_answers_are_trained(chatml, base):
     def encoded(tokenizer, rows, config=None, seq_len=500):
-        config, cuts = config or DataConfig(), Cuts()
-        return list(encode_pairs(rows, tokenizer, tokenizer.eos_id, config, seq_len, cuts)), cuts
+        encoder = RowEncoder(tokenizer, tokenizer.eos_id, config or DataConfig(), seq_len)
+        return list(encoder.pairs(rows)), encoder
 
     found, _ = encoded(chatml, [pair("world", "hello")])
     kept = [[i for i, t in zip(ids, mask, strict=True) if t] for ids, mask, _ in found]

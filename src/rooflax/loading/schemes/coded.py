@@ -18,11 +18,13 @@ from rooflax.errors import CheckpointError
 from rooflax.loading.checkpoint import Checkpoint
 from rooflax.loading.prequantized import beside, output_order
 from rooflax.loading.safetensors import TensorInfo
+from rooflax.loading.source import DerivedSource
 from rooflax.loading.tensor_plan import NameMap
 from rooflax.models.registry import family
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.storage import is_head, is_matmul, matmul_shape, parts_of
-from rooflax.nn.weights import HeadPart, PerExpert, Slot, TensorLayout
+from rooflax.nn.tensor_layouts import HeadPart, PerExpert, TensorLayout
+from rooflax.nn.weights import Param
 from rooflax.ops import accelerator
 from rooflax.ops.formats import BESIDE, GROUP
 from rooflax.ops.host_arrays import Put
@@ -118,6 +120,16 @@ class Tensors:
                 name, f"is {info.dtype} {list(info.shape)}, wanted {' or '.join(dtypes)}{wanted}"
             )
         return info
+
+    def num_groups(self, name: str, inner: int, group: int) -> int:
+        """The groups of a tensor's inputs.
+
+        Raises:
+            CheckpointError: they do not divide them.
+        """
+        if inner % group:
+            raise self.error(name, f"has {inner} inputs, which groups of {group} do not divide")
+        return inner // group
 
 
 class Groups(NamedTuple):
@@ -242,11 +254,11 @@ def unpacked(words: np.ndarray, bits: int, count: int) -> np.ndarray:
     return (by_code << np.arange(bits, dtype=np.uint8)).sum(axis=-1, dtype=np.uint8)
 
 
-class CodedWeights:
+class CodedWeights(DerivedSource):
     """The interface of a checkpoint over one whose weights a scheme reads."""
 
     def __init__(self, checkpoint: Checkpoint, scheme: Scheme):
-        self._source = checkpoint
+        super().__init__(checkpoint)
         self.weights, unused = scheme.find(Tensors(checkpoint))
         other = unused | {name for coded in self.weights.values() for name in coded.stored}
         self._names = [n for n in checkpoint.names() if n not in other] + list(self.weights)
@@ -265,15 +277,7 @@ class CodedWeights:
         coded = self.weights.get(name)
         return self._source.read(name) if coded is None else coded.numbers()
 
-    def release(self, name: str) -> None:
-        for stored in self._stored(name):
-            self._source.release(stored)
-
-    def prefetch(self, name: str) -> None:
-        for stored in self._stored(name):
-            self._source.prefetch(stored)
-
-    def _stored(self, name: str) -> tuple[str, ...]:
+    def stored(self, name: str) -> tuple[str, ...]:
         coded = self.weights.get(name)
         return (name,) if coded is None else coded.stored
 
@@ -282,78 +286,78 @@ class KeptCodes:
     """The weights of a checkpoint that stay in their codes, for `Storage.prequantized`.
 
     Attributes:
-        formats: by slot.
-        dequantized: slots of weights in codes that become numbers, because no format holds them.
+        formats: by parameter.
+        dequantized: parameters in codes that become numbers, because no format holds them.
     """
 
     def __init__(self, source: CodedWeights, name: str, config: Decoder):
         self._source, self._config = source, config
         self._names = NameMap(set(source.names()), family(name))
-        matmuls = [slot for slot in config.slots() if is_matmul(slot, config)]
-        formats = {slot.name: self._format(slot) for slot in matmuls}
+        matmuls = [param for param in config.params() if is_matmul(param, config)]
+        formats = {param.name: self._format(param) for param in matmuls}
         of_key: dict[str, set[str | None]] = {}
-        for slot in matmuls:
-            of_key.setdefault(slot.key, set()).add(formats[slot.name])
+        for param in matmuls:
+            of_key.setdefault(param.key, set()).add(formats[param.name])
         differ = accelerator.platform() == "cpu"
         kept = {
             k for k, kinds in of_key.items() if None not in kinds and (differ or len(kinds) == 1)
         }
         self.formats = {
-            slot.name: format
-            for slot in matmuls
-            if slot.key in kept and (format := formats[slot.name])
+            param.name: format
+            for param in matmuls
+            if param.key in kept and (format := formats[param.name])
         }
-        slots = list(config.slots())
-        coded = {slot.key for slot in slots if any(self._coded(slot))} - kept
-        self.dequantized = frozenset(slot.name for slot in slots if slot.key in coded)
+        params = list(config.params())
+        coded = {param.key for param in params if any(self._coded(param))} - kept
+        self.dequantized = frozenset(param.name for param in params if param.key in coded)
 
-    def _coded(self, slot: Slot) -> list[Coded | None]:
-        return [self._source.weights.get(self._names.find(n) or n) for n in slot.hf_names]
+    def _coded(self, param: Param) -> list[Coded | None]:
+        return [self._source.weights.get(self._names.find(n) or n) for n in param.hf_names]
 
-    def _format(self, slot: Slot) -> str | None:
+    def _format(self, param: Param) -> str | None:
         """The format of a weight, or of each of its tensors; None where one has none."""
-        layout = slot.line.layout
+        layout = param.line.layout
         layout = layout.each if isinstance(layout, PerExpert) else layout
-        transposed = type(layout) is TensorLayout and not is_head(slot, self._config)
+        transposed = type(layout) is TensorLayout and not is_head(param, self._config)
         if transposed or isinstance(layout, HeadPart):
             return None
-        each = [coded and coded.format for coded in self._coded(slot)]
+        each = [coded and coded.format for coded in self._coded(param)]
         if len(set(each)) == 1:
             return each[0]
-        _, sizes = slot.line.layout.beside(matmul_shape(slot, self._config)[1]) or (0, ())
+        _, sizes = param.line.layout.beside(matmul_shape(param, self._config)[1]) or (0, ())
         on_cpu = accelerator.platform() == "cpu"
         if not on_cpu or None in each or len(sizes) != len(each):
             return None
         return BESIDE.join(format for format in each if format)
 
-    def packed(self, slot: Slot, put: Put = jax.device_put) -> Quantized | Fused:
+    def packed(self, param: Param, put: Put = jax.device_put) -> Quantized | Fused:
         """A matmul's weight from the checkpoint's own codes, its outputs in our order."""
-        in_shape, out_shape = matmul_shape(slot, self._config)
-        parts = parts_of(slot.line.layout, self.formats[slot.name], out_shape)
+        in_shape, out_shape = matmul_shape(param, self._config)
+        parts = parts_of(param.line.layout, self.formats[param.name], out_shape)
         each = (
             pack(part.format, *codes, in_shape, part.out_shape(out_shape), put)
-            for part, codes in zip(parts, self.codes(slot), strict=True)
+            for part, codes in zip(parts, self.codes(param), strict=True)
         )
-        return beside(self.formats[slot.name], parts, each)
+        return beside(self.formats[param.name], parts, each)
 
     def codes(
-        self, slot: Slot, experts: slice = slice(None)
+        self, param: Param, experts: slice = slice(None)
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Codes and scales [*experts, out, ...] of each part, in our order of outputs."""
-        coded_parts = [coded for coded in self._coded(slot) if coded is not None]
-        if slot.line.num_stacked:  # gate's outputs, then up's, as they lie here
-            count = slot.line.shape(self._config.axis_sizes)[0]
+        coded_parts = [coded for coded in self._coded(param) if coded is not None]
+        if param.line.num_stacked:  # gate's outputs, then up's, as they lie here
+            count = param.line.shape(self._config.axis_sizes)[0]
             size = len(coded_parts) // count
             chosen = [coded_parts[i * size : (i + 1) * size] for i in range(count)[experts]]
             each = [_joined([coded.codes() for coded in of_expert]) for of_expert in chosen]
             codes, scales = zip(*each, strict=True)
             return [(np.stack(codes), np.stack(scales))]
-        _, out_shape = matmul_shape(slot, self._config)
+        _, out_shape = matmul_shape(param, self._config)
         rows = np.cumsum([0, *(coded.shape[0] for coded in coded_parts)])
         numbers = [np.arange(*ends, dtype=np.int32)[:, None] for ends in pairwise(rows)]
-        order = output_order(slot, self._config, numbers).reshape(out_shape)
+        order = output_order(param, self._config, numbers).reshape(out_shape)
         parts = []
-        for part in parts_of(slot.line.layout, self.formats[slot.name], out_shape):
+        for part in parts_of(param.line.layout, self.formats[param.name], out_shape):
             codes, scales = _joined([coded.codes() for coded in coded_parts[part.tensors]])
             of_expert = order[part.index].reshape(-1) - rows[part.tensors.start or 0]
             parts.append((codes[of_expert], scales[of_expert]))

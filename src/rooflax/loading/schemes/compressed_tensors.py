@@ -117,13 +117,7 @@ def _whole_numbers(
     inner = inner * 32 // a.bits if packed else inner
     if a.strategy == "block":
         raise tensors.error(name, "has blocks of whole numbers, which rooflax does not read")
-    groups = 1
-    if a.group:
-        if inner % a.group:
-            raise tensors.error(
-                name, f"has {inner} inputs, which groups of {a.group} do not divide"
-            )
-        groups = inner // a.group
+    groups = tensors.num_groups(name, inner, a.group or inner)
     expect = partial(tensors.expect, beside=name)
     stated = expect(scale, None, *FLOATS)
     wanted = {(1,), ()} if a.strategy == "tensor" else {(outer, groups)}
@@ -207,12 +201,8 @@ def read_compressed(reader: ConfigReader) -> CompressedTensors:
             continue
         for target in targets:
             if target.startswith(PATTERN):
-                patterns.append(
-                    (
-                        module_pattern(target.removeprefix(PATTERN), "config.json: targets"),
-                        arguments,
-                    )
-                )
+                rule = module_pattern(target.removeprefix(PATTERN), "config.json: targets")
+                patterns.append((rule, arguments))
             elif "." in target:
                 names[target] = arguments
             else:
@@ -235,15 +225,7 @@ def _arguments(group: ConfigReader) -> Arguments | None:
     group_size = reader.size("group_size") if in_groups else 0
     block = reader.get("block_structure", None)
     if strategy == "block":
-        if (
-            not isinstance(block, list)
-            or len(block) != 2
-            or not all(type(n) is int and n > 0 for n in block)
-        ):
-            raise CheckpointError(
-                f"config.json has block_structure = {block!r:.80}; it must be two whole numbers."
-            )
-        block = (block[0], block[1])
+        block = reader.sizes("block_structure", None)
     order = reader.get("actorder", False)
     if order not in (False, True, "static", "weight", "group", "dynamic"):
         raise UnsupportedModelError(f"config.json has actorder = {order!r:.80}.")

@@ -16,7 +16,6 @@ from functools import partial
 
 import numpy as np
 
-from rooflax.errors import CheckpointError
 from rooflax.loading.schemes.coded import FLOATS, Coded, CodedTensors, Tensors, unpacked
 from rooflax.models.config_reader import ConfigReader
 from rooflax.ops import accelerator
@@ -111,9 +110,8 @@ def nvfp4_weight(
         whole: the tensor's scale, which the others are multiplied by, or divided by.
     """
     shape = _nibbles(tensors, name)
-    if shape[1] % group:
-        raise tensors.error(name, f"has {shape[1]} inputs, which groups of {group} do not divide")
-    tensors.expect(scale, (shape[0], shape[1] // group), E4M3, beside=name)
+    groups = tensors.num_groups(name, shape[1], group)
+    tensors.expect(scale, (shape[0], groups), E4M3, beside=name)
     if tensors.expect(whole, None, "F32", beside=name).shape not in ((), (1,)):
         raise tensors.error(whole, "is no single number")
 
@@ -134,9 +132,8 @@ def nvfp4_weight(
 def mxfp4_weight(tensors: Tensors, name: str, scale: str) -> Coded:
     """e2m1 codes, low half first, with a power of two per 32 inputs."""
     shape = _nibbles(tensors, name)
-    if shape[1] % GROUP:
-        raise tensors.error(name, f"has {shape[1]} inputs, which groups of {GROUP} do not divide")
-    tensors.expect(scale, (shape[0], shape[1] // GROUP), "U8", "F8_E8M0", beside=name)
+    groups = tensors.num_groups(name, shape[1], GROUP)
+    tensors.expect(scale, (shape[0], groups), "U8", "F8_E8M0", beside=name)
 
     def exponents() -> np.ndarray:
         return tensors.read(scale).view(np.uint8)
@@ -196,17 +193,7 @@ def read_fp8(reader: ConfigReader) -> Fp8Scheme:
     reader.waive("modules_to_not_convert", "ignored_layers", "scale_fmt", "dequantize")
     reader.waive("kv_cache_scheme")
     reader.expect("kv_cache_quant_method", None, "fp8")
-    block = reader.get("weight_block_size", [128, 128])
-    if (
-        not isinstance(block, list)
-        or len(block) != 2
-        or not all(type(n) is int and n > 0 for n in block)
-    ):
-        raise CheckpointError(
-            f"config.json has weight_block_size = {block!r:.80}; it must be two whole numbers "
-            f"above 0."
-        )
-    return Fp8Scheme((block[0], block[1]))
+    return Fp8Scheme(reader.sizes("weight_block_size", [128, 128]))
 
 
 def read_fbgemm(reader: ConfigReader) -> Fp8Scheme:

@@ -92,7 +92,7 @@ class Gptq:
         name, order = f"{module}.qweight", f"{module}.g_idx"
         words = _matrix(tensors, name)
         inner, outer = words[0] * 32 // s.bits, words[1]
-        groups = _num_groups(tensors, name, inner, s.group)
+        groups = tensors.num_groups(name, inner, inner if s.group == WHOLE else s.group)
         expect = partial(tensors.expect, beside=name)
         expect(f"{module}.qzeros", (groups, -(-outer * s.bits // 32)), "I32")
         scales = expect(f"{module}.scales", (groups, outer), *FLOATS)
@@ -129,7 +129,8 @@ class Awq:
     def _coded(self, tensors: Tensors, module: str) -> Coded:
         name, zeros, scales = (f"{module}.{end}" for end in ("qweight", "qzeros", "scales"))
         inner, words = _matrix(tensors, name)
-        outer, groups = words * 8, _num_groups(tensors, name, inner, self.group)
+        group = inner if self.group == WHOLE else self.group
+        outer, groups = words * 8, tensors.num_groups(name, inner, group)
         expect = partial(tensors.expect, beside=name)
         expect(zeros, (groups, words), "I32")
         kind = expect(scales, (groups, outer), *FLOATS).dtype
@@ -160,11 +161,11 @@ def _order(tensors: Tensors, name: str, groups: int, in_order: bool) -> np.ndarr
 
 def _awq_codes(words: np.ndarray) -> np.ndarray:
     """[outputs, rows]."""
-    turned = np.ascontiguousarray(words.view(np.uint32).T)
-    codes = np.empty((len(turned), 8, turned.shape[1]), np.uint8)
+    transposed = np.ascontiguousarray(words.view(np.uint32).T)
+    codes = np.empty((len(transposed), 8, transposed.shape[1]), np.uint8)
     for output, place in enumerate(AWQ_PLACES):
-        codes[:, output] = turned >> np.uint32(4 * place) & np.uint32(15)
-    return codes.reshape(-1, turned.shape[1])
+        codes[:, output] = transposed >> np.uint32(4 * place) & np.uint32(15)
+    return codes.reshape(-1, transposed.shape[1])
 
 
 def _matrix(tensors: Tensors, name: str) -> tuple[int, ...]:
@@ -172,14 +173,6 @@ def _matrix(tensors: Tensors, name: str) -> tuple[int, ...]:
     if info.dtype != "I32" or len(info.shape) != 2:
         raise tensors.error(name, f"is {info.dtype} {list(info.shape)}, wanted I32 [rows, columns]")
     return info.shape
-
-
-def _num_groups(tensors: Tensors, name: str, inner: int, group: int) -> int:
-    if group == WHOLE:
-        return 1
-    if inner % group:
-        raise tensors.error(name, f"has {inner} inputs, which groups of {group} do not divide")
-    return inner // group
 
 
 def read_gptq(reader: ConfigReader) -> Gptq:
@@ -204,12 +197,8 @@ def read_gptq(reader: ConfigReader) -> Gptq:
         if not isinstance(values, dict):
             raise CheckpointError(f"config.json has dynamic {pattern!r:.80} without an object.")
         if not pattern.startswith("-:"):  # those are not quantized
-            rules.append(
-                (
-                    module_pattern(pattern.removeprefix("+:"), "config.json: dynamic"),
-                    settings.changed(values),
-                )
-            )
+            rule = module_pattern(pattern.removeprefix("+:"), "config.json: dynamic")
+            rules.append((rule, settings.changed(values)))
     reader.waive(*UNUSED)
     return Gptq(settings, version == "gptq", rules)
 

@@ -19,6 +19,7 @@ from rooflax.ops.attention import gpu_flash
 from rooflax.ops.attention.args import AttentionArgs, Paging
 from rooflax.ops.attention.gpu_flash import TILE, flash
 from rooflax.ops.attention.gpu_split import MOST_QUERIES, split
+from rooflax.ops.attention.paging import unsupported_by
 from rooflax.ops.dispatch import Backend
 from rooflax.ops.kv_pool import Pool
 
@@ -54,16 +55,8 @@ def unsupported(
 ) -> str | None:
     del v_pool, where
     _, kv_heads, block_size, head_dim = k_pool.values.shape
-    if args.repeat_kv:
-        return "attention's GPU kernel never copies K/V heads (gqa=repeat)"
-    if not args.causal:
-        return "attention's GPU kernel is causal"
-    if args.cap is not None:
-        return "attention's GPU kernel does not cap scores"
-    if k_pool.scales is not None and k_pool.values.dtype != jnp.int8:
-        return "attention's GPU kernel reads no fp8 KV cache"
-    if k_pool.values.dtype == jnp.float16:
-        return "attention's GPU kernel reads no float16 KV cache"
+    if why := unsupported_by("attention's GPU kernel", k_pool, args):
+        return why
     if block_size % 8 or head_dim % 64:
         return (
             "attention's GPU kernel takes blocks by 8 and heads by 64, "

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from rooflax.ops.attention.args import Dense, Paging
+from rooflax.ops.attention.args import AttentionArgs, Dense, Paging
 from rooflax.ops.kv_pool import Pool, PoolLeaf, as_pool
 
 
@@ -26,3 +28,33 @@ def gathered(
     slots = jnp.arange(k.shape[2], dtype=jnp.int32)
     key_positions = paging.first_positions[:, None] + slots[None, :]
     return k, v, Dense(paging.positions, key_positions, paging.context_lens)
+
+
+def unsupported_by(kernel: str, k_pool: Pool, args: AttentionArgs) -> str | None:
+    """Reason why a kernel that reads blocks where they lie does not run; None if it may.
+
+    Args:
+        kernel: its name in the reason.
+    """
+    if args.repeat_kv:
+        return f"{kernel} never copies K/V heads (gqa=repeat)"
+    if not args.causal:
+        return f"{kernel} is causal"
+    if args.cap is not None:
+        return f"{kernel} does not cap scores"
+    if k_pool.scales is not None and k_pool.values.dtype != jnp.int8:
+        return f"{kernel} reads no fp8 KV cache"
+    if k_pool.values.dtype == jnp.float16:
+        return f"{kernel} reads no float16 KV cache"
+    return None
+
+
+def gathering(attention: Callable[..., Array]) -> Callable[..., Array]:
+    """Paged attention by one over contiguous keys."""
+
+    def paged_attention(
+        q: Array, k_pool: Pool, v_pool: Pool, paging: Paging, args: AttentionArgs
+    ) -> Array:
+        return attention(q, *gathered(k_pool, v_pool, paging), args)
+
+    return paged_attention

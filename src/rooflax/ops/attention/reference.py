@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from rooflax.ops.attention.args import AttentionArgs, Dense, Paging
-from rooflax.ops.attention.paging import gathered
+from rooflax.ops.attention.args import AttentionArgs, Dense
+from rooflax.ops.attention.paging import gathering
 from rooflax.ops.dispatch import Backend
-from rooflax.ops.kv_pool import Pool
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -45,15 +44,5 @@ def attention(
     return out.astype(q.dtype)
 
 
-def paged_attention(
-    q: Float[Array, "B T N H"],
-    k_pool: Pool,
-    v_pool: Pool,
-    paging: Paging,
-    args: AttentionArgs,
-) -> Float[Array, "B T N H"]:
-    return attention(q, *gathered(k_pool, v_pool, paging), args)
-
-
 DENSE = Backend(attention)
-BACKEND = Backend(paged_attention)
+BACKEND = Backend(gathering(attention))

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from rooflax.ops import tpu
 from rooflax.ops.attention.args import AttentionArgs, Paging
+from rooflax.ops.attention.paging import unsupported_by
 from rooflax.ops.attention.plan import NOWHERE, visible_tiles
 from rooflax.ops.dispatch import Backend
 from rooflax.ops.kv_pool import Pool
@@ -245,17 +246,7 @@ def unsupported(
     q: object, k_pool: Pool, v_pool: Pool, where: object, args: AttentionArgs
 ) -> str | None:
     del q, v_pool, where
-    if args.repeat_kv:
-        return "attention's TPU kernel never copies K/V heads (gqa=repeat)"
-    if not args.causal:
-        return "attention's TPU kernel is causal"
-    if args.cap is not None:
-        return "attention's TPU kernel does not cap scores"
-    if k_pool.scales is not None and k_pool.values.dtype != jnp.int8:
-        return "attention's TPU kernel reads no fp8 KV cache"
-    if k_pool.values.dtype == jnp.float16:
-        return "attention's TPU kernel reads no float16 KV cache"
-    return None
+    return unsupported_by("attention's TPU kernel", k_pool, args)
 
 
 def _padded(x: jax.Array, multiple: int, value: int) -> jax.Array:

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from rooflax.ops import accelerator
-from rooflax.ops.attention.args import AttentionArgs, Dense, Paging
-from rooflax.ops.attention.paging import gathered
+from rooflax.ops.attention.args import AttentionArgs, Dense
+from rooflax.ops.attention.paging import gathering
 from rooflax.ops.dispatch import Backend
 from rooflax.ops.dot import dot_general
-from rooflax.ops.kv_pool import Pool
 
 QUERY_CHUNK = 128
 """Queries scored at once over whole sequences; keys behind a chunk's end are never touched."""
@@ -80,16 +79,6 @@ def _scores(q: Float[Array, "B T K G H"], k: Float[Array, "B K S H"]) -> Float[A
     return dot_general(q, k, (((4,), (3,)), ((0, 2), (0, 1))))
 
 
-def paged_attention(
-    q: Float[Array, "B T N H"],
-    k_pool: Pool,
-    v_pool: Pool,
-    paging: Paging,
-    args: AttentionArgs,
-) -> Float[Array, "B T N H"]:
-    return attention(q, *gathered(k_pool, v_pool, paging), args)
-
-
 def _per_group(sinks: jax.Array | None, kv_heads: int) -> jax.Array | None:
     if sinks is None:
         return None
@@ -111,4 +100,4 @@ def _softmax(scores: jax.Array, mask: jax.Array, sinks: jax.Array | None) -> jax
 
 
 DENSE = Backend(attention)
-BACKEND = Backend(paged_attention)
+BACKEND = Backend(gathering(attention))

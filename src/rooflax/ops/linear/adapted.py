@@ -80,10 +80,10 @@ class Adapted(Wrapper):
         """One of stacked layers, left where it lies."""
         names = ("base", "a", "b", "columns", "magnitude")
         parts = {name: getattr(self, name) for name in names}
-        found: dict[str, Any] = {k: v if v is None else at(v, index) for k, v in parts.items()}
+        members: dict[str, Any] = {k: v if v is None else at(v, index) for k, v in parts.items()}
         if self.dropout is not None:
-            found["dropout"] = replace(self.dropout, number=at(self.dropout.number, index))
-        return replace(self, **found)
+            members["dropout"] = replace(self.dropout, number=at(self.dropout.number, index))
+        return replace(self, **members)
 
     def matmul(
         self,
@@ -122,8 +122,8 @@ class Adapted(Wrapper):
             return None if self.columns is None else taken(self.columns)
         wanted = taken(self.magnitude)
         is_free = wanted == 0
-        found = jnp.where(is_free, 1.0, lengths(self.base, taken(self.a), taken(self.b)))
-        return jnp.where(is_free, 1.0, wanted / found)
+        length = jnp.where(is_free, 1.0, lengths(self.base, taken(self.a), taken(self.b)))
+        return jnp.where(is_free, 1.0, wanted / length)
 
     def _by_row(
         self, x: Array, bias: Any, prologue: Any, residual: Any, dtype: Any, form: dict[str, Any]

@@ -44,7 +44,7 @@ def matmul(args: LinearArgs) -> Float[Array, "rows out"]:
     w: Any = args.w
     member = jnp.zeros(1, jnp.int32) if args.index is None else jnp.reshape(args.index, 1)
     bias: jax.Array | None = taken(args.bias)
-    if w.code != "matrix" and _takes_tensor_cores(args):
+    if w.code != "matrix" and len(args.x) > 1 and _no_tensor_cores(args) is None:
         x = applied(args.prologue, args.x)
         y = gpu_tiles.matmul(x, w, member, bias, args.dtype)
         return y if args.residual is None else y + args.residual
@@ -83,10 +83,6 @@ def unsupported(args: LinearArgs) -> str | None:
     return _no_tensor_cores(args)
 
 
-def _takes_tensor_cores(args: LinearArgs) -> bool:
-    return len(args.x) > 1 and _no_tensor_cores(args) is None
-
-
 def _no_tensor_cores(args: LinearArgs) -> str | None:
     """Reason why the kernel for many rows does not run; None if it does."""
     w = cast(Quantized, args.w)
@@ -103,10 +99,10 @@ def unreadable(w: StoredOperand) -> str | None:
         return gpu_plain.unsupported(w)
     if w.packing != "panels":
         return "linear's GPU kernel reads panels, not matrices"
-    slots = CODES[w.code].slots
-    if w.inner % slots:
-        return f"linear's GPU kernel takes inputs by {slots}, not {w.inner}"
-    if math.prod(w.stack) * -(-w.outer // PANEL) * (w.inner // slots) < TILE:
+    num_inputs = CODES[w.code].num_inputs
+    if w.inner % num_inputs:
+        return f"linear's GPU kernel takes inputs by {num_inputs}, not {w.inner}"
+    if math.prod(w.stack) * -(-w.outer // PANEL) * (w.inner // num_inputs) < TILE:
         return f"linear's GPU kernel needs a larger weight than {w.shape}"
     return None
 

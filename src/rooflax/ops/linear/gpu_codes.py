@@ -46,7 +46,7 @@ class Bytes:
 
     Attributes:
         words: of one row of a panel's output.
-        slots: inputs of one row.
+        num_inputs: inputs of one row.
         unpack: words of bytes, for the words of codes and the zero of `numbers`.
         scale: what numbers are more than bytes.
         offset: what bytes are less than their codes; of paired ones.
@@ -55,7 +55,7 @@ class Bytes:
     """
 
     words: int
-    slots: int
+    num_inputs: int
     unpack: Callable[[list[jax.Array], jax.Array], list[jax.Array]]
     scale: float = 1.0
     offset: int = 0
@@ -67,15 +67,15 @@ class Bytes:
         """Half of the inputs, and the position there, of each word of activations."""
         if self.paired:
             return [(0, 2 * thread + word) for word in range(2) for thread in range(4)]
-        return [divmod(word, 4) for word in range(self.slots // 4)]
+        return [divmod(word, 4) for word in range(self.num_inputs // 4)]
 
     @property
     def placed(self) -> list[int]:
         """Entry of `places` for each word of bytes that `unpack` gives."""
         if self.paired:
-            return [4 * (word % 2) + word // 2 for word in range(self.slots // 4)]
+            return [4 * (word % 2) + word // 2 for word in range(self.num_inputs // 4)]
         if not self.halves:
-            return list(range(self.slots // 4))
+            return list(range(self.num_inputs // 4))
         return [4 * half + word for word in range(self.words) for half in range(2)]
 
     @property
@@ -100,7 +100,7 @@ class Bytes:
                 x, prologue = applied(prologue, x), None
             return packed_values(x, packing, prologue)
         x = applied(prologue, x).astype(jnp.float32)
-        groups = x.reshape(len(x), -1, self.slots)
+        groups = x.reshape(len(x), -1, self.num_inputs)
         codes, step = int8_codes(groups if w.grouped else x)
         codes = jnp.where(jnp.isfinite(step), codes, 0.0).reshape(groups.shape).astype(jnp.int8)
         step = jnp.broadcast_to(step.reshape(len(x), -1, 1), (*groups.shape[:2], 1))
@@ -120,7 +120,7 @@ class Bytes:
         if w.quantizes_activations:
             return None
         parts = 3 if dtype == jnp.float32 else 2
-        return Packing(self.slots, self.slots // 4, parts, self.paired, self.offset)
+        return Packing(self.num_inputs, self.num_inputs // 4, parts, self.paired, self.offset)
 
     def numbers(self, loaded: list[jax.Array], zero: jax.Array) -> list[jax.Array]:
         """Numbers that rows of activations share.
@@ -161,7 +161,7 @@ class Floats:
     """Codes that become float32 in registers."""
 
     words: int
-    slots: int
+    num_inputs: int
     scale: float
 
     def values(
@@ -170,7 +170,7 @@ class Floats:
         """Activations by their place in a row of words."""
         del w, dtype
         x = applied(prologue, x).astype(jnp.float32)
-        groups = x.reshape(len(x), -1, self.slots).swapaxes(1, 2)
+        groups = x.reshape(len(x), -1, self.num_inputs).swapaxes(1, 2)
         return padded(jax.lax.bitcast_convert_type(groups, jnp.int32))
 
     def packing(self, w: Quantized, dtype: Any) -> Packing | None:
@@ -179,7 +179,9 @@ class Floats:
 
     def numbers(self, loaded: list[jax.Array], zero: jax.Array) -> list[jax.Array]:
         del zero
-        return [e4m3(word, place) for word in loaded for place in range(self.slots // self.words)]
+        return [
+            e4m3(word, place) for word in loaded for place in range(self.num_inputs // self.words)
+        ]
 
     def dot(self, numbers: list[jax.Array], value: Value, count: int) -> jax.Array:
         del count

@@ -99,7 +99,7 @@ def tiled_matmul(
     steps = -(-word_rows // TILE)
     warpgroups, at_once = block_sizes.of(
         "linear.gpu",
-        (rounded_up(count), rounded_up(few), word_rows * code.slots, panels * PANEL, w.code),
+        (rounded_up(count), rounded_up(few), word_rows * code.num_inputs, panels * PANEL, w.code),
         (warpgroups_of(count * panels, steps, few), ROWS_AT_ONCE),
         _candidates(steps, few),
     )
@@ -107,7 +107,7 @@ def tiled_matmul(
         warpgroups = rows.together
     turns = -(-few // at_once)
     packing = code.packing(w, rows.dtype)
-    if few > 1 or word_rows < GROUPS or word_rows * code.slots > MOST_PACKED:
+    if few > 1 or word_rows < GROUPS or word_rows * code.num_inputs > MOST_PACKED:
         packing = None
     arrays: dict[str, Any] = {
         "words": words.reshape(-1, code.words, PANEL),
@@ -121,7 +121,7 @@ def tiled_matmul(
         x = rows.x.reshape(tokens * few, width)
         if not fuses(prologue):
             x, prologue = applied(prologue, x), None
-        arrays["x"], weights = operands(x, code.slots, prologue)
+        arrays["x"], weights = operands(x, code.num_inputs, prologue)
         arrays |= zip(["weight"], weights, strict=False)
         padded = -(-word_rows // GROUPS) * GROUPS
         copies = rows.together
@@ -224,7 +224,7 @@ class _Kernel:
         if self.rows.shares is not None:
             packed, helpers = refs["packed"].at[warpgroup], 1
         groups, number = self.word_rows, warpgroup if helpers > 1 else jnp.int32(0)
-        inner = groups * packing.slots
+        inner = groups * packing.num_inputs
         source = ValueSource(refs["x"], refs.get("weight"), self.prologue, refs["x"].dtype, inner)
         share, scale = Share(groups, helpers, number), None
         if groups % GROUPS:

@@ -321,7 +321,7 @@ class _Kernel:
 
     def multiply_tile(self, refs: dict[str, Any], out: Any, tile: Any) -> None:
         from rooflax.ops.mosaic import accumulator, filled, pl, plgpu, store
-        from rooflax.ops.mosaic_fragments import turned
+        from rooflax.ops.mosaic_fragments import transposed
 
         warpgroup = jax.lax.axis_index("warpgroup") if self.warpgroups > 1 else jnp.int32(0)
         split, num_panels = jax.lax.axis_index("split"), self.warpgroups * PANELS
@@ -333,15 +333,15 @@ class _Kernel:
         end = jnp.minimum(begin + self.own_steps, self.steps)
 
         def ask_for(step: Any) -> None:
-            slot = jax.lax.rem(step - begin, STAGES)
+            stage = jax.lax.rem(step - begin, STAGES)
             group = jnp.minimum(step * self.together, self.groups - self.together)
-            here = refs["here"].at[slot]
+            here = refs["here"].at[stage]
             rows = refs["x"].at[tile, pl.ds(step * self.together, self.together)]
-            plgpu.copy_gmem_to_smem(rows, refs["x_here"].at[slot], here)
+            plgpu.copy_gmem_to_smem(rows, refs["x_here"].at[stage], here)
             for name in ("words", "scales"):
                 if (to := f"{name}_here") in refs:
                     place = (member, pl.ds(panel, num_panels), pl.ds(group, self.together))
-                    plgpu.copy_gmem_to_smem(refs[name].at[place], refs[to].at[slot], here)
+                    plgpu.copy_gmem_to_smem(refs[name].at[place], refs[to].at[stage], here)
 
         @pl.when(warpgroup == 0)
         def _() -> None:
@@ -350,13 +350,13 @@ class _Kernel:
 
         def turn(step: Any, multiply: Callable[[Any], Any]) -> Any:
             """Processes a stage, between waiting for it and requesting another."""
-            slot = jax.lax.rem(step - begin, STAGES)
-            plgpu.barrier_wait(refs["here"].at[slot])
-            product = multiply(slot)
+            stage = jax.lax.rem(step - begin, STAGES)
+            plgpu.barrier_wait(refs["here"].at[stage])
+            product = multiply(stage)
 
             @pl.when(step + STAGES < end)  # what is asked for again
             def _() -> None:
-                plgpu.barrier_arrive(refs["free"].at[slot])
+                plgpu.barrier_arrive(refs["free"].at[stage])
 
             again = step - 1 + STAGES
 
@@ -371,14 +371,14 @@ class _Kernel:
             nothing = filled((64, self.tile), 0.0, plgpu.Layout.WGMMA)
 
             def step(index: Any, sums: Any) -> Any:
-                return turn(index, lambda slot: self.added(refs, slot, warpgroup, sums))
+                return turn(index, lambda stage: self.added(refs, stage, warpgroup, sums))
 
             sums = jax.lax.fori_loop(begin, end, step, nothing)
         else:
 
             def multiplied(sums: Any) -> Any:
                 def step(index: Any, carry: Any) -> Any:
-                    turn(index, lambda slot: self.multiply(refs, slot, warpgroup, sums))
+                    turn(index, lambda stage: self.multiply(refs, stage, warpgroup, sums))
                     return carry
 
                 jax.lax.fori_loop(begin, end, step, 0)
@@ -390,51 +390,51 @@ class _Kernel:
         if "bias" in refs:
             sums = sums + self.per_row(refs["bias"].at[panels])
         rows = pl.ds(0, self.tile)
-        store(out.at[split, tile, rows, panels], turned(sums.astype(out.dtype)))
+        store(out.at[split, tile, rows, panels], transposed(sums.astype(out.dtype)))
 
-    def added(self, refs: dict[str, Any], slot: Any, warpgroup: Any, sums: Any) -> Any:
+    def added(self, refs: dict[str, Any], stage: Any, warpgroup: Any, sums: Any) -> Any:
         """Sums and those of a stage's groups, each times its scale."""
         from rooflax.ops.mosaic import accumulator, pl, plgpu
 
         panels = pl.ds(warpgroup * PANELS, PANELS)
         for group in range(self.together):
-            left, right = self.operands(refs, slot, group, warpgroup)
+            left, right = self.operands(refs, stage, group, warpgroup)
 
             def multiplied(acc: Any, left: Any = left, right: Any = right) -> Any:
                 plgpu.wgmma(acc, left, right)
                 return acc[...]
 
             product = pl.run_scoped(multiplied, accumulator(64, self.tile))
-            sums = sums + product * self.per_row(refs["scales_here"].at[slot, panels, group])
+            sums = sums + product * self.per_row(refs["scales_here"].at[stage, panels, group])
         return sums
 
-    def multiply(self, refs: dict[str, Any], slot: Any, warpgroup: Any, sums: Any) -> None:
+    def multiply(self, refs: dict[str, Any], stage: Any, warpgroup: Any, sums: Any) -> None:
         """A stage's groups onto the sums."""
         from rooflax.ops.mosaic import plgpu
 
         for group in range(self.together):
-            plgpu.wgmma(sums, *self.operands(refs, slot, group, warpgroup))
+            plgpu.wgmma(sums, *self.operands(refs, stage, group, warpgroup))
         plgpu.wgmma_wait(0)
 
-    def operands(self, refs: dict[str, Any], slot: Any, group: int, warpgroup: Any) -> Any:
+    def operands(self, refs: dict[str, Any], stage: Any, group: int, warpgroup: Any) -> Any:
         """A group's weights and rows."""
         from rooflax.ops.mosaic import load, pl, plgpu, spread
         from rooflax.ops.mosaic_fragments import rows_of, scales_layout, words_layout
 
         panels = pl.ds(warpgroup * PANELS, PANELS)
         words = [
-            load(refs["words_here"].at[slot, panels, group, pl.ds(64 * at, 64)], words_layout())
+            load(refs["words_here"].at[stage, panels, group, pl.ds(64 * at, 64)], words_layout())
             for at in range(self.code.words)
         ]
         left = self.code.unpack(words)
         if self.code.scales == "operand":
-            scales = load(refs["scales_here"].at[slot, panels, group], scales_layout())
+            scales = load(refs["scales_here"].at[stage, panels, group], scales_layout())
             scales = rows_of(e8m0(scales)).astype(jnp.bfloat16)
             left = left * spread(scales, (64, GROUP), 0, plgpu.Layout.WGMMA)
         if "operand" in refs:
             refs["operand"][warpgroup] = left
             left = refs["operand"].at[warpgroup]
-        return left, refs["x_here"].at[slot, group].transpose((1, 0))
+        return left, refs["x_here"].at[stage, group].transpose((1, 0))
 
     def per_row(self, ref: Any, factor: float = 1.0) -> Any:
         """Values of outputs [4, 16] as those of sums."""

@@ -37,14 +37,14 @@ class Packing:
     """Packing of a group of inputs into words.
 
     Attributes:
-        slots: inputs of a group.
+        num_inputs: inputs of a group.
         words: of a part.
         parts: bytes of an input.
         paired: a word has two inputs of the first half and the same two of the second.
         offset: of paired codes: behind the words of a part stand the products with it; 0 is none.
     """
 
-    slots: int
+    num_inputs: int
     words: int
     parts: int
     paired: bool
@@ -144,8 +144,8 @@ class ValueSource:
     """Rows in memory and what happens to them: references, as a kernel has them.
 
     Attributes:
-        x: [rows, copies, groups, slots]; two copies where the prologue gates.
-        weight: of a norm, [groups, slots].
+        x: [rows, copies, groups, inputs]; two copies where the prologue gates.
+        weight: of a norm, [groups, inputs].
         dtype: to which the prologue rounds.
         inner: inputs of a row.
     """
@@ -230,14 +230,14 @@ def gated(prologue: Activation | ClampedSwiglu, gate: jax.Array, up: jax.Array) 
 
 
 def operands(
-    x: Float[Array, "rows width"], slots: int, prologue: Prologue | None
-) -> tuple[Float[Array, "rows copies groups slots"], list[Float[Array, "groups slots"]]]:
+    x: Float[Array, "rows width"], num_inputs: int, prologue: Prologue | None
+) -> tuple[Float[Array, "rows copies groups inputs"], list[Float[Array, "groups inputs"]]]:
     """Rows and the weight of a norm, as `ValueSource` has them."""
     copies = 2 if getattr(prologue, "gated", False) else 1
-    x = x.reshape(len(x), copies, -1, slots)
+    x = x.reshape(len(x), copies, -1, num_inputs)
     weights = []
     if isinstance(prologue, Norm):
-        weights.append(jnp.reshape(taken(prologue.weight), (-1, slots)))
+        weights.append(jnp.reshape(taken(prologue.weight), (-1, num_inputs)))
     return x, weights
 
 
@@ -251,17 +251,17 @@ def packed_values(
     """
     from rooflax.ops.mosaic import launch, pl, plgpu, store, words_layout
 
-    rows, slots, dtype = len(x), packing.slots, x.dtype
+    rows, num_inputs, dtype = len(x), packing.num_inputs, x.dtype
     inner = x.shape[1] // (2 if getattr(prologue, "gated", False) else 1)
-    groups = inner // slots
+    groups = inner // num_inputs
     if groups < GROUPS:
         x, prologue = applied(prologue, x), None
         behind = GROUPS - groups
-        x = jnp.pad(x, ((0, 0), (0, behind * slots)))
+        x = jnp.pad(x, ((0, 0), (0, behind * num_inputs)))
         packed = packed_values(x, packing, None)[..., :groups]
         return padded(packed)
     tiles, missing, layout = -(-groups // GROUPS), -groups % GROUPS, words_layout()
-    x_rows, weights = operands(x, slots, prologue)
+    x_rows, weights = operands(x, num_inputs, prologue)
     whole, first = Share(groups, 1, jnp.int32(0)), begin_of(groups)
 
     def body(x_ref: Any, *refs: Any) -> None:

@@ -123,13 +123,13 @@ def _in_chunks(x: Num[Array, "rows in"]) -> Num[Array, "rows in"]:
     that meets high ones."""
     whole = x.shape[1] // LANES * LANES
 
-    def turned(part: jax.Array) -> jax.Array:
+    def halves_first(part: jax.Array) -> jax.Array:
         size = min(part.shape[1], LANES)
         halves = part.reshape(len(part), -1, size // GROUP, 2, GROUP // 2)
         return halves.swapaxes(2, 3).reshape(part.shape)
 
     parts = [part for part in (x[:, :whole], x[:, whole:]) if part.shape[1]]
-    return jnp.concatenate([turned(part) for part in parts], axis=1)
+    return jnp.concatenate([halves_first(part) for part in parts], axis=1)
 
 
 def _run(

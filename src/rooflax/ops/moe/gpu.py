@@ -53,9 +53,9 @@ def experts(args: MoeArgs) -> Float[Array, "tokens hidden"]:
     token_of_pair = jnp.arange(pairs, dtype=jnp.int32) // chosen
     if tile == 1:  # nothing to sort: that would take longer than the matmuls
         return _by_pairs(args, pair_expert)
-    tile_expert, pair_slot, num_tiles = plan(pair_expert, num_experts, tile)
-    slots = jnp.zeros(tile_expert.shape[0] * tile, jnp.int32)
-    token_of_slot = slots.at[pair_slot].set(token_of_pair)
+    tile_expert, pair_place, num_tiles = plan(pair_expert, num_experts, tile)
+    places = jnp.zeros(tile_expert.shape[0] * tile, jnp.int32)
+    token_of_place = places.at[pair_place].set(token_of_pair)
 
     def through(rows: jax.Array, e: Experts) -> Float[Array, "tiles tile outer"]:
         w, members = _members(e, tile_expert)
@@ -65,10 +65,10 @@ def experts(args: MoeArgs) -> Float[Array, "tokens hidden"]:
             return y
         return y + e.biases.astype(jnp.float32)[tile_expert][:, None, :]
 
-    h = through(args.rows[token_of_slot], args.up)
-    h = args.activation(h.reshape(len(token_of_slot), 2, -1))
-    y = through(h, args.down).reshape(len(token_of_slot), -1)
-    per_pair = y[pair_slot].reshape(tokens, chosen, -1)
+    h = through(args.rows[token_of_place], args.up)
+    h = args.activation(h.reshape(len(token_of_place), 2, -1))
+    y = through(h, args.down).reshape(len(token_of_place), -1)
+    per_pair = y[pair_place].reshape(tokens, chosen, -1)
     return args.onto(jnp.sum(per_pair * args.expert_weights[:, :, None], axis=1).astype(x.dtype))
 
 

@@ -72,6 +72,12 @@ class Block(Quantized):
     parts: ClassVar[int] = 1
     has_matrix = False
 
+    def __init_subclass__(cls) -> None:
+        if "code" in vars(cls) and "names" not in vars(cls):  # a type of GGUF files
+            cls.names = {cls.code: True, f"{cls.code}-a16": False}
+            cls.blocks = {cls.code.upper(): cls.code}
+        super().__init_subclass__()
+
     # Of a format
 
     @classmethod
@@ -127,6 +133,15 @@ class Block(Quantized):
     @classmethod
     def decoded(cls, codes: Any) -> Any:
         return codes.astype(np.float32) - np.float32(cls.offset)
+
+    @classmethod
+    def from_blocks(cls, kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Blocks that are a scale, with five bits the fifth of each code, and the other four."""
+        scales, body = split_blocks(blocks, np.dtype(cls.scale_type).str)
+        if cls.bits == 4:
+            return both_halves(body), scales
+        fifth = np.unpackbits(body[..., :4], axis=-1, bitorder="little")
+        return both_halves(body[..., 4:]) | fifth << 4, scales
 
     @classmethod
     def scaled(cls, codes: Any, scales: Any, axis: int = -1) -> Any:
@@ -307,8 +322,6 @@ class Q4K(Supers):
     """Four bits, a scale and a minimum of six bits per group."""
 
     code, bits = "q4_k", 4
-    names = MappingProxyType({"q4_k": True, "q4_k-a16": False})
-    blocks = MappingProxyType({"Q4_K": "q4_k"})
 
     @classmethod
     def products(cls, scale: Any, minimum: Any, first: Any, second: Any) -> tuple[Any, Any]:
@@ -331,8 +344,6 @@ class Q5K(Q4K):
     """Five bits, as Q4_K."""
 
     code, bits = "q5_k", 5
-    names = MappingProxyType({"q5_k": True, "q5_k-a16": False})
-    blocks = MappingProxyType({"Q5_K": "q5_k"})
 
 
 class Zeros64(Q4K):
@@ -424,8 +435,6 @@ class Q6K(Supers):
     """Six bits, a scale of eight bits per sixteen inputs."""
 
     code, bits, offset, zero, parts = "q6_k", 6, 32, 32, 2
-    names = MappingProxyType({"q6_k": True, "q6_k-a16": False})
-    blocks = MappingProxyType({"Q6_K": "q6_k"})
 
     @classmethod
     def products(cls, scale: Any, minimum: Any, first: Any, second: Any) -> tuple[Any, Any]:
@@ -442,8 +451,6 @@ class Q3K(Q6K):
     """Three bits, a scale of six bits per sixteen inputs."""
 
     code, bits, offset, zero = "q3_k", 3, 4, 4
-    names = MappingProxyType({"q3_k": True, "q3_k-a16": False})
-    blocks = MappingProxyType({"Q3_K": "q3_k"})
 
     @classmethod
     def from_blocks(cls, kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -459,8 +466,6 @@ class Q2K(Supers):
     """Two bits, a scale and a minimum of four bits per sixteen inputs."""
 
     code, bits, parts = "q2_k", 2, 2
-    names = MappingProxyType({"q2_k": True, "q2_k-a16": False})
-    blocks = MappingProxyType({"Q2_K": "q2_k"})
 
     @classmethod
     def products(cls, scale: Any, minimum: Any, first: Any, second: Any) -> tuple[Any, Any]:
@@ -478,45 +483,25 @@ class Q50(Halves):
     """Five bits and a scale, as ggml's Q5_0."""
 
     code, bits, offset, zero = "q5_0", 5, 16, 16
-    names = MappingProxyType({"q5_0": True, "q5_0-a16": False})
-    blocks = MappingProxyType({"Q5_0": "q5_0"})
-
-    @classmethod
-    def from_blocks(cls, kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        scales, body = split_blocks(blocks, "<f2")
-        return _nibbles_and_fifth(body), scales
 
 
 class Q51(Pairs):
     """Five bits, a scale and a minimum, as ggml's Q5_1."""
 
     code, bits = "q5_1", 5
-    names = MappingProxyType({"q5_1": True, "q5_1-a16": False})
-    blocks = MappingProxyType({"Q5_1": "q5_1"})
-
-    @classmethod
-    def from_blocks(cls, kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        scales, body = split_blocks(blocks, "<u4")
-        return _nibbles_and_fifth(body), scales
 
 
 class Q41(Pairs):
     """Four bits, a scale and a minimum, as ggml's Q4_1."""
 
     code, bits = "q4_1", 4
-    names = MappingProxyType({"q4_1": True, "q4_1-a16": False})
-    blocks = MappingProxyType({"Q4_1": "q4_1"})
-
-    @classmethod
-    def from_blocks(cls, kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        scales, body = split_blocks(blocks, "<u4")
-        return both_halves(body), scales
 
 
 class Int6(Halves):
     """Six bits and a scale: between int4 and int8, and no type of GGUF files."""
 
     code, bits, offset, zero = "int6", 6, 32, 32
+    names = MappingProxyType({})
     most = float(31 * iq4.MOST_SCALE)
 
     @staticmethod
@@ -529,8 +514,6 @@ class Iq4Nl(Halves):
 
     code, bits, zero = "iq4_nl", 4, 8
     most = float(113 * iq4.MOST_SCALE)
-    names = MappingProxyType({"iq4_nl": True, "iq4_nl-a16": False})
-    blocks = MappingProxyType({"IQ4_NL": "iq4_nl"})
 
     @staticmethod
     def encoded(rows: np.ndarray) -> Encoded:
@@ -540,18 +523,11 @@ class Iq4Nl(Halves):
     def decoded(cls, codes: Any) -> Any:
         return _iq4(codes)
 
-    @classmethod
-    def from_blocks(cls, kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        scales, body = split_blocks(blocks, "<f2")
-        return both_halves(body), scales
-
 
 class Iq4Xs(Supers):
     """Four bits that number sixteen values, and a scale of six bits per group."""
 
     code, bits, zero = "iq4_xs", 4, 8
-    names = MappingProxyType({"iq4_xs": True, "iq4_xs-a16": False})
-    blocks = MappingProxyType({"IQ4_XS": "iq4_xs"})
 
     @classmethod
     def decoded(cls, codes: Any) -> Any:
@@ -597,12 +573,6 @@ def _planes(body: np.ndarray, run: int, bits: int) -> np.ndarray:
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     planes = body.reshape(*body.shape[:-1], -1, 1, run) >> shifts & np.uint8(2**bits - 1)
     return planes.reshape(*body.shape[:-1], -1, GROUP)
-
-
-def _nibbles_and_fifth(body: np.ndarray) -> np.ndarray:
-    """Four bytes of fifth bits, then as `both_halves`."""
-    fifth = np.unpackbits(body[..., :4], axis=-1, bitorder="little")
-    return both_halves(body[..., 4:]) | fifth << 4
 
 
 def _shared(halves: np.ndarray) -> np.ndarray:

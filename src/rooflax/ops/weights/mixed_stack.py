@@ -88,26 +88,10 @@ def stack_leaves(leaves: Sequence[Any]) -> Any:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MixedMember(Branch):
-    """One of a `MixedStack`, left where it lies: the program branches to its format's matmul."""
+    """One of a `MixedStack`: the program branches to its format's matmul."""
 
     whole: MixedStack
     index: Int[Array, ""]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.whole.shape[1:]
-
-    @property
-    def in_shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        return self.whole.in_shape
-
-    @property
-    def out_shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        return self.whole.out_shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.whole.dtype
 
     def branch(self, run: Callable[[Operand], Array]) -> Array:
         """`run` of the member, in the format that it has."""

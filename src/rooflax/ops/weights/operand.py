@@ -111,17 +111,6 @@ class Wrapper(Composite):
         return as_operand(self.base, contract=len(self.in_shape))
 
 
-class Branch(Operand):
-    """An operand that is one of several, which the program chooses when it runs.
-
-    `ops.linear.api` calls it with its operation on the selected one.
-    """
-
-    def branch(self, run: Callable[[Operand], Array]) -> Array:
-        """Applies `run` to the selected operand."""
-        raise NotImplementedError
-
-
 class StoredOperand(Operand):
     """A weight that is arrays, or a stack of them; what backends ask of it.
 
@@ -265,10 +254,48 @@ class Dense(StoredOperand):
         return _dot_each(x, self.array)
 
 
+class Member(Operand):
+    """One of a stack, left where it lies.
+
+    Attributes:
+        whole: the stack.
+    """
+
+    whole: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The member's."""
+        return self.whole.shape[1:]
+
+    @property
+    def in_shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.whole.in_shape
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.whole.out_shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.whole.dtype
+
+
+class Branch(Member):
+    """An operand that is one of several, which the program chooses when it runs.
+
+    `ops.linear.api` calls it with its operation on the selected one.
+    """
+
+    def branch(self, run: Callable[[Operand], Array]) -> Array:
+        """Applies `run` to the selected operand."""
+        raise NotImplementedError
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class StackMember(Operand):
-    """One of a stack, left where it lies: a weight, or a vector such as a bias.
+class StackMember(Member):
+    """A member that is a weight, or a vector such as a bias.
 
     A loop over stacked layers would copy each layer's weights out of the stack; a backend that is
     told the stack and a number reads them in place. The others take a copy.
@@ -281,34 +308,13 @@ class StackMember(Operand):
     whole: Array | StoredOperand
     index: Int[Array, ""]
 
-    @property
-    def _stored(self) -> StoredOperand:
-        return cast(StoredOperand, self.whole)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The member's."""
-        return self.whole.shape[1:]
-
-    @property
-    def in_shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        return self._stored.in_shape
-
-    @property
-    def out_shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        return self._stored.out_shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.whole.dtype
-
     def reshape(self, *shape: int) -> StackMember:
         """A vector in another shape."""
         vectors = cast(Array, self.whole)
         return replace(self, whole=vectors.reshape(vectors.shape[0], *shape))
 
     def in_stack(self) -> tuple[StoredOperand, Int[Array, ""] | None]:
-        return self._stored, self.index
+        return cast(StoredOperand, self.whole), self.index
 
 
 def taken(w: T | StackMember) -> T:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rooflax.errors import CheckpointError, UnsupportedModelError
-from rooflax.files import read_regular
+from rooflax.files import read_regular, reject_stand_in
 
 MAX_FILE_BYTES = 64 << 20
 """Of a file that is read whole; the largest index of a checkpoint has about 20 MB."""
@@ -36,6 +36,7 @@ def parse_json(path: Path, data: bytes) -> Any:
     Raises:
         CheckpointError: it is not JSON, with the place.
     """
+    reject_stand_in(path, data)
     try:
         return json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:

@@ -74,7 +74,10 @@ def read_config_json(folder: Path) -> dict[str, Any]:
         )
     path = folder / "config.json"
     if not os.path.lexists(path):
-        inside = sorted(other.parent.name for other in folder.glob("*/config.json"))
-        hint = f"name {folder / inside[0]}, which has one" if inside else "a checkpoint needs one"
+        inside = sorted(other.parent for other in folder.glob("*/config.json"))
+        adapters = sorted(other.parent for other in folder.glob(f"*/{ADAPTER}"))
+        hint = f"name {inside[0]}, which has one" if inside else "a checkpoint needs one"
+        if adapters and not inside:
+            hint = f"name the base model of the adapter {adapters[0]}, and give that as `lora`"
         raise CheckpointError(f"{folder} has no config.json; {hint}.")
     return read_json_object(path)

@@ -84,3 +84,14 @@ def test_what_a_failed_download_leaves_is_said_with_its_remedy(tmp_path, name, k
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=f"{name} {sentence}"):
         DOWNLOADS[name](tmp_path)
+
+
+def test_the_folder_of_a_training_run_names_what_it_holds(tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="base model of the adapter .*/adapter, and give"):
+        model_info(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="name .*/model, which has one"):
+        model_info(tmp_path)

@@ -158,6 +158,26 @@ def test_a_slash_without_a_word_is_no_command(talk, harmony, text):
 
 
 @pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("/?", "/help "),
+        ("/new", "The conversation is empty."),
+        ("/reset", "The conversation is empty."),
+        ("/retry", "There is no question to answer again."),
+        ("/set parameter temperature 0.5", "/set is no command: /params NAME=VALUE sets"),
+        ("/show info", "/show is no command: /params and /system show"),
+        ("/model qwen", "/model is no command: a conversation keeps its model"),
+        ("/save", "/save needs the name of a file."),
+        ("/load", "/load needs the name of a file."),
+    ],
+)
+def test_commands_of_other_chats_work_or_name_what_there_is_here(talk, harmony, line, said):
+    llm = FakeLLM(harmony, [])
+    ran = talk(llm, stdin=f"{line}\n".encode())
+    assert (ran.code, ran.out, llm.asked) == (0, "", []) and said in ran.err
+
+
+@pytest.mark.parametrize(
     ("said", "name", "value"),
     [
         ("temp=0.5", "temperature", 0.5),

@@ -143,7 +143,7 @@ def _turn(chat: Chat, question: str, args: argparse.Namespace) -> None:
     show = _shower(llm, args)
     speed = Speed(args.quiet)
     answer = ""
-    with stop_asked() as stopped:
+    with terminal.keys_hidden(), stop_asked() as stopped:
         deltas = first_delta_awaited(llm.stream([ids], params), "reading", args.quiet)
         try:
             for delta in deltas:

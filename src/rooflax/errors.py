@@ -29,8 +29,14 @@ OTHER_NAMES = {
     "max_new_tokens": "max_tokens",
     "num_ctx": "max_model_len",
     "rm": "--remove",
+    "--adapter-path": "--lora",
+    "--lora-path": "--lora",
+    "--max-kv-size": "--max-model-len",
+    "--tensor-parallel-size": "--mesh",
+    "--device": "--platform",
+    "--api-base": "--url",
 }
-"""What llama.cpp, Ollama and transformers call fields and flags of ours."""
+"""What llama.cpp, Ollama, transformers, vLLM and mlx-lm call fields and flags of ours."""
 
 
 class RooflaxError(Exception):

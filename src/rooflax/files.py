@@ -61,6 +61,28 @@ def check_mapped(mapped: mmap.mmap, path: str | os.PathLike[str]) -> None:
         )
 
 
+def reject_stand_in(path: str | os.PathLike[str], head: bytes) -> None:
+    """Rejects what an incomplete download leaves in a file's place.
+
+    Args:
+        path: the file.
+        head: its first bytes, 40 or more of them if it has as many.
+
+    Raises:
+        CheckpointError: it is empty, a Git LFS pointer or a web page.
+    """
+    text = head.lstrip()[:14].lower()
+    if not head:
+        reason = "is empty; download it again"
+    elif head.startswith(b"version https://git-lfs"):
+        reason = "is a Git LFS pointer in place of the file; `git lfs pull` in its folder gets it"
+    elif text.startswith((b"<!doctype html", b"<html")):
+        reason = "is a web page in place of the file; the hub's files are at /resolve/, not /blob/"
+    else:
+        return
+    raise CheckpointError(f"{os.fspath(path)} {reason}.")
+
+
 def read_regular(path: str | os.PathLike[str], most: int = MAX_BYTES) -> bytes:
     """The content of a regular file.
 

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 SUMMARY = "a conversation in the terminal"
 DEFAULT_MAX_TOKENS = 512
+SAMPLING = {"temperature": 0.7, "top_p": 0.9}
+"""Where neither the flags nor the checkpoint say any: drawn from all tokens at temperature 1, what
+small models say makes no sense."""
 DEMO = (
     "it explains Python's built-ins, writes small functions and JSON, spells words, and knows no "
     "facts"
@@ -54,7 +57,7 @@ def add_flags(parser: Parser) -> None:
         "--url", metavar="URL", help="URL of an OpenAI-compatible server; MODEL is a name there"
     )
     group.add_argument("--api-key", metavar="KEY", help="default ROOFLAX_API_KEY")
-    flags.add_sampling(parser, max_tokens=DEFAULT_MAX_TOKENS, samples=False)
+    flags.add_sampling(parser, max_tokens=DEFAULT_MAX_TOKENS, samples=False, unset=SAMPLING)
     flags.add_max_model_len(parser, help="longest conversation in tokens")
     flags.add_precision(parser)
     flags.add_weights_budget(parser)
@@ -74,6 +77,10 @@ def run(args: argparse.Namespace) -> int:
     args.model = args.model or CHAT_NAME
     llm = open_llm(args)
     _check_flags_fit(llm, args)
+    said = llm.processor.defaults
+    if not said.sampling and said.do_sample is None and args.generation_config != "none":
+        missing = [name for name in SAMPLING if getattr(params, name) is None]
+        params = replace(params, **{name: SAMPLING[name] for name in missing})
     chat = Chat(Conversation(llm, args.system), params)
     if not args.quiet:
         _greet(chat.conversation)
@@ -143,7 +150,7 @@ def _turn(chat: Chat, question: str, args: argparse.Namespace) -> None:
     show = _shower(llm, args)
     speed = Speed(args.quiet)
     answer = ""
-    with stop_asked() as stopped:
+    with terminal.keys_hidden(), stop_asked() as stopped:
         deltas = first_delta_awaited(llm.stream([ids], params), "reading", args.quiet)
         try:
             for delta in deltas:

@@ -47,6 +47,8 @@ class Chat:
             RequestError: it is no command, or it cannot be done.
         """
         name, *rest = line.split(maxsplit=1)
+        if name in ELSEWHERE:
+            raise RequestError(f"{name} is no command: {ELSEWHERE[name]}.")
         if name not in _COMMANDS:
             meant = did_you_mean(name, _COMMANDS)
             raise RequestError(f"{name} is no command{meant}; /help lists them.")
@@ -109,6 +111,8 @@ class Chat:
         terminal.say(f"The conversation is in {path}.")
 
     def _load(self, path: str) -> None:
+        if not path:
+            raise RequestError("/load needs the name of a file.")
         system, turns = read_conversation(path)
         if system is not None and not self.conversation.has_template:
             raise RequestError(f"{path} has a system message, and the model has no chat template.")
@@ -124,7 +128,17 @@ _COMMANDS: dict[str, Callable[[Chat, str], str | None]] = {
     "/clear": Chat._clear,
     "/save": Chat._save,
     "/load": Chat._load,
+    "/?": Chat._help,
+    "/reset": Chat._clear,
+    "/new": Chat._clear,
+    "/retry": Chat._regen,
 }
+ELSEWHERE = {
+    "/set": "/params NAME=VALUE sets sampling parameters, /system TEXT the system message",
+    "/show": "/params and /system show what is set, rooflax inspect MODEL the model",
+    "/model": "a conversation keeps its model; /save it, and /load it in rooflax chat MODEL",
+}
+"""Commands of Ollama and others, and what does the same here."""
 
 
 def usual(name: str) -> str:

@@ -52,8 +52,9 @@ def messages(first: str | None, complete: Complete = lambda line: ("", ())) -> I
 
 
 def is_command(message: str) -> bool:
-    """Whether it begins with a slash and a word: "/usr/bin" and "// comment" are questions."""
-    return re.match(r"/[a-z]+(\s|$)", message) is not None
+    """Whether it is "/?" or begins with a slash and a word: "/usr/bin" and "// comment" are
+    questions."""
+    return re.match(r"/([a-z]+|\?)(\s|$)", message) is not None
 
 
 def _lines(prompt: str = "") -> Iterator[str]:

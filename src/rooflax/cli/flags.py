@@ -7,7 +7,7 @@ that a wrong value is rejected at once.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -60,14 +60,18 @@ def add_check(parser: Parser) -> None:
     )
 
 
-def add_sampling(parser: Parser, *, max_tokens: int, samples: bool) -> None:
+def add_sampling(
+    parser: Parser, *, max_tokens: int, samples: bool, unset: Mapping[str, float] | None = None
+) -> None:
     """Adds the flags for sampling and stopping.
 
     Args:
         max_tokens: the verb's default.
         samples: offer what makes sense for one prompt only.
+        unset: the verb's values of fields that neither flags nor the checkpoint set.
     """
-    defaults = {"max_tokens": f"{max_tokens}, or what fits into the context"}
+    defaults = {name: f"the checkpoint's, else {value}" for name, value in (unset or {}).items()}
+    defaults["max_tokens"] = f"{max_tokens}, or what fits into the context"
     for one in SAMPLING.values():
         if one.flags and (samples or not one.per_prompt):
             add_field(parser, replace(one, shown_default=defaults.get(one.name, one.shown_default)))

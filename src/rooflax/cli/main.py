@@ -53,6 +53,9 @@ ELSEWHERE = {
     "stop": "a model runs as long as its command; Ctrl-C or SIGTERM ends it",
     "rm": "rooflax models --remove ID removes a downloaded model",
     "show": "rooflax inspect MODEL shows it",
+    "info": "rooflax inspect MODEL shows it",
+    "cache": "rooflax models lists what is downloaded, and --remove ID removes it",
+    "login": "HF_TOKEN, or hf auth login, gives access to the hub's gated models",
     "create": "any folder or .gguf file is a MODEL as it is; /system and /params in rooflax chat",
     "convert": "a checkpoint needs no conversion; rooflax quantize writes one in another format",
     "lora": "rooflax train --fine-tune-type lora trains an adapter; generate and chat take --lora",
@@ -98,17 +101,16 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, Any] | None:
     if first in ("-h", "--help", "help"):
         print(overview())
         return None
-    if first in ("-V", "--version", "version"):
+    if first in ("-V", "-v", "--version", "version"):
         print(f"rooflax {__version__}")
         return None
     if first in ELSEWHERE:
         raise RequestError(f"there is no verb {first!r}: {ELSEWHERE[first]}")
     if first not in VERBS:
         what = "flag" if first.startswith("-") else "verb"
-        raise RequestError(
-            f"there is no {what} {first!r}{did_you_mean(first, VERBS)}; the verbs are "
-            f"{', '.join(VERBS)} (see rooflax --help)"
-        )
+        meant = did_you_mean(first, (*VERBS, "help", "version", "--help", "--version"))
+        verbs = "" if meant else f"the verbs are {', '.join(VERBS)}; "
+        raise RequestError(f"there is no {what} {first!r}{meant}; {verbs}see rooflax --help")
     _reject_broken_text(argv, first)
     parser = parser_of(first)
     if {"-h", "--help"} & set(rest):

@@ -11,6 +11,22 @@ WIDTH = 80
 FLAG_COLUMN = 29
 FIELDS = {"no_cache": "use_cache", "no_jit": "jit"}
 """Flags whose fields in Python have other names."""
+_AS_MODEL = "MODEL is given without a flag"
+_WHOLE = "all layers run on the device; --weights-budget limits the memory for them"
+_TOOLS = "tool calls are read as the chat template writes them, without a flag"
+ELSEWHERE = {
+    "-m": _AS_MODEL,
+    "--model": _AS_MODEL,
+    "-hf": _AS_MODEL,
+    "--hf-repo": _AS_MODEL,
+    "-ngl": _WHOLE,
+    "--n-gpu-layers": _WHOLE,
+    "--gpu-layers": _WHOLE,
+    "--trust-remote-code": "no code of a checkpoint is ever run",
+    "--enable-auto-tool-choice": _TOOLS,
+    "--tool-call-parser": _TOOLS,
+}
+"""Flags of llama.cpp, vLLM and mlx-lm that have no namesake here. Some begin like one of ours."""
 SEEN = "_seen"
 """Where a namespace says, while it is filled, which flags were given."""
 
@@ -72,6 +88,10 @@ class Parser(argparse.ArgumentParser):
         Returns:
             The values, and in `stated` the names of those that were stated, in the help's order.
         """
+        for word in args[0] if args else ():
+            flag = word.partition("=")[0]
+            if flag in ELSEWHERE and flag not in self._option_string_actions:
+                self.error(f"unknown: {flag} ({ELSEWHERE[flag]})")
         unset = argparse.Namespace(**{action.dest: None for action in self._actions})
         words = vars(super().parse_args(*args, **kwargs | {"namespace": unset}))
         words.pop(SEEN, None)

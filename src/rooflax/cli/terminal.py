@@ -62,6 +62,24 @@ def is_terminal(stream: Any) -> bool:
     return stream is not None and stream.isatty()
 
 
+@contextlib.contextmanager
+def keys_hidden() -> Iterator[None]:
+    """While inside, what is typed waits for the next question and does not show in the answer."""
+    if not is_terminal(sys.stdin) or sys.platform == "win32":
+        yield
+        return
+    import termios
+
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    hidden = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(terminal, termios.TCSADRAIN, hidden)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
 def write(text: str, wrap: Callable[[str], str] = str) -> None:
     """Text of a model to stdout at once; on a terminal, control characters are shown as ?.
 

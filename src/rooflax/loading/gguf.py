@@ -26,7 +26,7 @@ import ml_dtypes
 import numpy as np
 
 from rooflax.errors import CheckpointError
-from rooflax.files import check_mapped, open_regular
+from rooflax.files import check_mapped, open_regular, reject_stand_in
 from rooflax.loading.safetensors import TensorInfo
 
 MAGIC = b"GGUF"
@@ -95,7 +95,8 @@ class GGUFFile:
         self.path, self._fill = Path(path), fill
         try:
             with open_regular(self.path) as file:
-                head = file.read(8)
+                head = file.read(64)
+                reject_stand_in(self.path, head)
                 if head[:4] != MAGIC:
                     raise self._bad(f"it begins with {head[:4]!r}, not {MAGIC!r}")
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

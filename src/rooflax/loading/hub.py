@@ -86,6 +86,9 @@ def resolve(model: str, *, revision: str | None = None, offline: bool = False) -
             f"{model} is a file; give the folder of the checkpoint, or a .gguf file"
         )
     named = _HUB_ID.fullmatch(model)
+    of_hub = re.match(r"(?:https?://)?(?:huggingface|hf)\.co/([^/]+/[^/?#]+)", model)
+    if of_hub:
+        raise CheckpointError(f"a model of the hub is named as owner/name, here {of_hub[1]}.")
     if not named:
         raise CheckpointError(
             f"no such folder or file: {model} (a model on the hub is given as owner/name, such as "

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rooflax.errors import CheckpointError, UnsupportedModelError
-from rooflax.files import read_regular
+from rooflax.files import read_regular, reject_stand_in
 
 MAX_FILE_BYTES = 64 << 20
 """Of a file that is read whole; the largest index of a checkpoint has about 20 MB."""
@@ -36,6 +36,7 @@ def parse_json(path: Path, data: bytes) -> Any:
     Raises:
         CheckpointError: it is not JSON, with the place.
     """
+    reject_stand_in(path, data)
     try:
         return json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -73,7 +74,10 @@ def read_config_json(folder: Path) -> dict[str, Any]:
         )
     path = folder / "config.json"
     if not os.path.lexists(path):
-        inside = sorted(other.parent.name for other in folder.glob("*/config.json"))
-        hint = f"name {folder / inside[0]}, which has one" if inside else "a checkpoint needs one"
+        inside = sorted(other.parent for other in folder.glob("*/config.json"))
+        adapters = sorted(other.parent for other in folder.glob(f"*/{ADAPTER}"))
+        hint = f"name {inside[0]}, which has one" if inside else "a checkpoint needs one"
+        if adapters and not inside:
+            hint = f"name the base model of the adapter {adapters[0]}, and give that as `lora`"
         raise CheckpointError(f"{folder} has no config.json; {hint}.")
     return read_json_object(path)

@@ -22,7 +22,7 @@ from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.loading.checkpoint import Checkpoint
 from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_blocks import dequantize, is_plain
-from rooflax.loading.json_files import read_file, read_json_object
+from rooflax.loading.json_files import parse_json, read_file, read_json_object
 from rooflax.loading.safetensors import TensorToWrite
 from rooflax.models.gguf import GGUF_DENSE, GGUF_POOLING
 from rooflax.nn.pooler import Pooler
@@ -313,7 +313,7 @@ def _read_modules(folder: Path) -> list[tuple[str, str]]:
     if data is None:
         return []
     try:
-        raw = json.loads(data)
+        raw = parse_json(path, data)
         lines = [(line["type"], line["path"]) for line in raw]
         if not lines or not all(type(text) is str for line in lines for text in line):
             raise ValueError

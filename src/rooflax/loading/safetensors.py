@@ -26,7 +26,7 @@ import ml_dtypes
 import numpy as np
 
 from rooflax.errors import CheckpointError
-from rooflax.files import check_mapped, open_regular, replacing
+from rooflax.files import check_mapped, open_regular, reject_stand_in, replacing
 
 MAX_HEADER_BYTES = 25_000_000
 """Room for 200,000 tensors in one file; the format allows 100 MB, which take half a minute."""
@@ -148,7 +148,8 @@ class SafetensorsFile:
 
     def _read_header(self, file: BinaryIO) -> None:
         size = os.fstat(file.fileno()).st_size
-        head = file.read(9)
+        head = file.read(64)
+        reject_stand_in(self.path, head)
         _reject_pickle(self.path, head)
         if size < 8:
             raise self._bad(f"it has {size} bytes, fewer than the 8 that give the header's length")

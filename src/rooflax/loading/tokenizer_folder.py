@@ -20,6 +20,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from rooflax.errors import CheckpointError, RequestError
+from rooflax.files import reject_stand_in
 from rooflax.loading.json_files import read_file, read_json_object
 
 MAX_STEPS = 64
@@ -96,6 +97,7 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
         if path == words:
             return _bert_backend(words, read_json_object(folder / "tokenizer_config.json"))
         data = read_file(path, MAX_TOKENIZER_BYTES) or b""
+        reject_stand_in(path, data)
         # Added tokens pass through the normalizer while the file is read.
         _check_growth(path, "normalizer", _normalizers(data))
         backend = tokenizers.Tokenizer.from_buffer(data)

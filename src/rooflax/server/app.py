@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rooflax.errors import did_you_mean
 from rooflax.loading.tokenizer import LONG_TEXT
 from rooflax.server import small, tables
 from rooflax.server.answers import ClientLeft, Json, note_failure
@@ -168,11 +169,19 @@ async def _routing_error(request: Request, error: Exception) -> Response:
         said = f"{path!r} takes {allowed}, not {request.method}."
         api_error = ApiError(said, status=405, code="method_not_allowed", headers=error.headers)
     else:
-        said = f"There is no route {path!r}."
-        if f"/v1{path}" in POSTS:
-            said = f"{said[:-1]}; there is '/v1{path}'."
+        said = f"There is no route {path!r}{_instead(path)}."
         api_error = ApiError(said, status=404, code="route_not_found")
     return _said(request, api_error)
+
+
+def _instead(path: str) -> str:
+    """What there is in place of a route that does not exist."""
+    known = f"/v1{re.sub('^(/v1)+', '', path)}".rstrip("/")
+    if known in POSTS or known in GETS:
+        return f"; there is {known!r}"
+    if path.startswith("/api/"):
+        return "; this server has OpenAI's and Anthropic's APIs under /v1, not Ollama's"
+    return did_you_mean(path, (*POSTS, *GETS)) or "; GET /openapi.json lists what there is"
 
 
 async def _error(request: Request, error: Exception) -> Response:

@@ -427,6 +427,8 @@ class _Run:
         num_steps = self.config.num_steps
         was_complete = self.step >= num_steps or self.has_lost_patience
         with contextlib.closing(self.log), stop_asked() as stop, self.bar(progress) as bar:
+            if not was_complete:
+                bar.set_postfix_str("compiling")  # for minutes, perhaps
             if self.step == 0 and self.config.eval_every:
                 self.watch()
                 self.sample()

@@ -13,6 +13,7 @@ from rooflax.cli import chat
 from rooflax.conversation import Conversation
 from rooflax.errors import CheckpointError, RequestError
 from rooflax.llm import Completion, Delta
+from rooflax.loading.generation_config import GenerationDefaults
 from rooflax.loading.harmony import HarmonyFilter, speaks_harmony
 from rooflax.loading.tokenizer import Tokenizer
 
@@ -78,6 +79,7 @@ class FakeLLM:
         self.tokenizer, self.answers = tokenizer, list(answers)
         self.max_model_len, self.asked = max_model_len, []
         self.info = SimpleNamespace(name="fake")
+        self.processor = SimpleNamespace(defaults=GenerationDefaults())
 
     def encode(self, text):
         return self.tokenizer.encode(text)
@@ -88,6 +90,7 @@ class FakeLLM:
         return encode_chat(self.tokenizer, messages, add_generation_prompt=True)
 
     def stream(self, prompts, params):
+        self.params = params
         self.asked.append(self.tokenizer.decode(prompts[0], skip_special_tokens=False))
         ids = self.encode(self.answers.pop(0))
         for i, token in enumerate(ids):
@@ -155,6 +158,46 @@ def test_a_slash_without_a_word_is_no_command(talk, harmony, text):
     ran = talk(llm, stdin=f"{text}\n/frob\n".encode())
     assert (ran.code, ran.out) == (0, "ok\n") and text in llm.asked[0]
     assert ran.err == "rooflax: /frob is no command; /help lists them.\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "defaults", "used"),
+    [
+        ([], GenerationDefaults(), (0.7, 0.9)),
+        (["--temperature", "0.2"], GenerationDefaults(), (0.2, 0.9)),
+        (["--temp", "1", "--top-p", "1"], GenerationDefaults(), (1.0, 1.0)),
+        (["--generation-config", "none"], GenerationDefaults(), (None, None)),
+        ([], GenerationDefaults({"temperature": 0.6}), (None, None)),
+        ([], GenerationDefaults(do_sample=True), (None, None)),
+    ],
+)
+def test_a_checkpoint_that_says_nothing_is_sampled_as_chats_are(
+    talk, harmony, flags, defaults, used
+):
+    llm = FakeLLM(harmony, ["<|message|>ok"])
+    llm.processor.defaults = defaults
+    assert talk(llm, *flags, stdin=b"hi\n").code == 0
+    assert (llm.params.temperature, llm.params.top_p) == used
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("/?", "/help "),
+        ("/new", "The conversation is empty."),
+        ("/reset", "The conversation is empty."),
+        ("/retry", "There is no question to answer again."),
+        ("/set parameter temperature 0.5", "/set is no command: /params NAME=VALUE sets"),
+        ("/show info", "/show is no command: /params and /system show"),
+        ("/model qwen", "/model is no command: a conversation keeps its model"),
+        ("/save", "/save needs the name of a file."),
+        ("/load", "/load needs the name of a file."),
+    ],
+)
+def test_commands_of_other_chats_work_or_name_what_there_is_here(talk, harmony, line, said):
+    llm = FakeLLM(harmony, [])
+    ran = talk(llm, stdin=f"{line}\n".encode())
+    assert (ran.code, ran.out, llm.asked) == (0, "", []) and said in ran.err
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,14 @@ def test_a_failure_is_its_code_and_at_most_one_sentence(rooflax, monkeypatch, er
         (["pull", "qwen"], "there is no verb 'pull': a hub id is downloaded when it is first used"),
         (["run", "model", "-n", "3"], "there is no verb 'run': a conversation is rooflax chat"),
         (["rm", "x"], "rooflax models --remove ID"),
-        (["genrate"], "there is no verb 'genrate' (did you mean generate?)"),
+        (["genrate"], "there is no verb 'genrate' (did you mean generate?); see rooflax --help"),
+        (["helo"], "there is no verb 'helo' (did you mean help?); see rooflax --help"),
+        (["--versoin"], "there is no flag '--versoin' (did you mean --version?)"),
+        (["chat", "-ngl", "99"], "unknown: -ngl (all layers run on the device;"),
+        (["chat", "-hf", "a/b"], "unknown: -hf (MODEL is given without a flag); see rooflax chat"),
+        (["generate", "--model=x", "-p", "x"], "unknown: --model (MODEL is given without a flag)"),
+        (["generate", "--adapter-path", "x"], "unknown: --adapter-path (did you mean --lora?)"),
+        (["serve", "--tensor-parallel-size", "2"], "(did you mean --mesh?)"),
         (["generate", "--promt", "x"], "unknown: --promt (did you mean --prompt?)"),
         (["generate", "def f(x):"], "'def f(x):' is no model, and no prompt was given"),
         (["--frob"], "there is no flag '--frob'"),
@@ -107,6 +114,7 @@ def test_verbs_of_others_name_what_there_is_here(rooflax, verb):
 
 def test_help_and_version(rooflax):
     assert rooflax().out == rooflax("--help").out == rooflax("-h").out
+    assert rooflax("-v").out == rooflax("--version").out
     assert rooflax("--version").out.startswith("rooflax 0.")
     assert rooflax("version").out == rooflax("-V").out == rooflax("--version").out
     assert rooflax("help").out == rooflax("--help").out

@@ -67,9 +67,10 @@ def test_lines_typed_while_an_answer_is_written_are_one_message(at_terminal):
     chat.type("slow\r")
     chat.until("and on and on")
     chat.type("one\ntwo\n")
-    chat.until("two")
+    chat.until("and on and on")
     chat.process.send_signal(signal.SIGINT)
-    assert "[one\ntwo]" in chat.until("seed None")
+    said = chat.until("seed None")
+    assert "[one\ntwo]" in said and "one" not in said.partition("tokens/s")[0]
 
 
 def test_alt_enter_and_quotes_make_lines(at_terminal):
@@ -143,6 +144,7 @@ def test_ctrl_c_ends_an_answer_and_its_speed_is_said(at_terminal):
     chat.until("and on and on")
     chat.type(CTRL_C)
     said = chat.until(" tokens/s)")
+    assert "^C" not in said
     assert re.search(r"\((\d+) tokens, \d+ tokens/s\)", said)
     assert "[hi]" in chat.ask("hi")
 

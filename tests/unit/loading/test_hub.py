@@ -69,6 +69,20 @@ def test_local_folder_is_itself(tmp_path, download):
 
 
 @pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        ("https://huggingface.co/Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("huggingface.co/Qwen/Qwen3-0.6B/tree/main", "Qwen/Qwen3-0.6B"),
+        ("hf.co/unsloth/x-GGUF:Q4_K_M", "unsloth/x-GGUF:Q4_K_M"),
+    ],
+)
+def test_an_address_of_the_hub_is_answered_with_its_id(model, named, download):
+    with pytest.raises(CheckpointError, match=f"is named as owner/name, here {named}\\.$"):
+        hub.resolve(model)
+    assert not download.calls
+
+
+@pytest.mark.parametrize(
     "model", ["gpt2", "./a/b", "/a/b", "a/b/c", "../b", "a b/c", "a/", "a" * 5000]
 )
 def test_neither_folder_nor_id(model, download, tmp_path, monkeypatch):

@@ -110,7 +110,7 @@ def test_fp4_is_two_values_per_byte(tmp_path):
 
 X = {"x": entry()}
 MALFORMED = {
-    "empty file": (b"", "fewer than the 8"),
+    "empty file": (b"", "is empty"),
     "seven bytes": (b"\x01" * 7, "fewer than the 8"),
     "header longer than the file": ((99).to_bytes(8, "little") + b"{}", "claims 99 bytes but"),
     "absurd header": ((10**12).to_bytes(8, "little") + b"{}", "more than 25000000"),

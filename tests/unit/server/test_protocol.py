@@ -673,6 +673,25 @@ def test_u8_control_characters_reach_neither_headers_nor_the_log(live, scripted,
         assert line.isprintable() and json.loads(line)
 
 
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/api/chat", "; this server has OpenAI's and Anthropic's APIs under /v1, not Ollama's."),
+        ("/chat/completions", "; there is '/v1/chat/completions'."),
+        ("/models", "; there is '/v1/models'."),
+        ("/v1/v1/messages", "; there is '/v1/messages'."),
+        ("/v1/chat/completions/", "; there is '/v1/chat/completions'."),
+        ("/completion", " (did you mean /v1/completions?)."),
+        ("/v1/chat/completion", " (did you mean /v1/chat/completions?)."),
+        ("/frob", "; GET /openapi.json lists what there is."),
+    ],
+)
+def test_a_route_that_is_not_there_names_what_is(live, path, said):
+    answer = live.http.post(path, json={})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "route_not_found")
+    assert answer.json()["error"]["message"] == f"There is no route {path!r}{said}"
+
+
 def test_a7_request_ids(live):
     found = live.http.get("/version", headers={"x-request-id": "mine-1.2"})
     assert found.headers["x-request-id"] == "mine-1.2"

@@ -99,7 +99,7 @@ def engine_of(llm: LLM, max_tokens: int) -> Engine:
 
 
 def sequences_of(llm: LLM, prompts: list[list[int]], max_tokens: int) -> list[Sequence]:
-    params = SamplingParams(temperature=0.0).with_defaults(llm.processor._default_values())
+    params = SamplingParams(temperature=0.0).with_defaults(llm.processor.default_values())
     return [Sequence(i, p, params, max_tokens, frozenset()) for i, p in enumerate(prompts)]
 
 

@@ -185,15 +185,18 @@ def only_writer(
     with contextlib.suppress(OSError):
         for folder in reversed(made):
             folder.mkdir(exist_ok=True)
+    descriptor = None
     try:
-        descriptor = _locked(file)
-    except BlockingIOError:
-        raise RequestError(
-            f"{path} is being written by another process; wait for its end, or name another."
-        ) from None
-    try:
+        try:
+            descriptor = _locked(file)
+        except BlockingIOError:
+            raise RequestError(
+                f"{path} is being written by another process; wait for its end, or name another."
+            ) from None
         yield
     finally:
+        with contextlib.suppress(OSError):  # a signal may come between making the file and here
+            descriptor = _locked(file) if descriptor is None else descriptor
         if descriptor is not None:
             with contextlib.suppress(OSError):
                 os.unlink(file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import os
 import shutil
@@ -64,6 +65,21 @@ def test_a_killed_writer_leaves_no_lock(tmp_path):
         assert len(list(tmp_path.iterdir())) == 1
         with only_writer(tmp_path / "out"):
             pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_signal_while_the_lock_is_taken_leaves_none(tmp_path, monkeypatch):
+    flock, calls = fcntl.flock, []
+
+    def interrupted(descriptor, how):
+        flock(descriptor, how)
+        calls.append(descriptor)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(fcntl, "flock", interrupted)
+    with pytest.raises(KeyboardInterrupt), only_writer(tmp_path / "out"):
+        pass
     assert not list(tmp_path.iterdir())
 
 

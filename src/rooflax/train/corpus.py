@@ -229,12 +229,13 @@ def _read(path: Path) -> str:
 
 
 def jsonl_values(path: Path) -> Iterator[Value]:
-    """The lines of a file that are not empty; a value is None where it is not JSON.
+    """The lines of a file that are not empty, without a byte order mark; a value is None where it
+    is not JSON.
 
     Raises:
         RequestError: the file is missing or not UTF-8.
     """
-    for number, line in enumerate(_read(path).split("\n"), start=1):
+    for number, line in enumerate(_read(path).removeprefix("\ufeff").split("\n"), start=1):
         if not line.strip():
             continue
         try:

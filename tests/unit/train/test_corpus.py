@@ -92,6 +92,14 @@ def write_jsonl(path, *lines):
     return path
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", '\ufeff{"text": "one"}', '{"text": "two"}')
+    assert list(file_documents([path])) == [
+        Document("a.jsonl:1", "one"),
+        Document("a.jsonl:2", "two"),
+    ]
+
+
 def test_jsonl_lines_are_documents_named_by_their_number(tmp_path):
     path = write_jsonl(
         tmp_path / "a.jsonl",

@@ -68,6 +68,18 @@ inline bool RealRows(const ffi::Buffer<ffi::S32>& count, int64_t most, int64_t& 
   return rows >= 0 && rows <= most;
 }
 
+// What comes before a matmul, from a call's attributes. False if it is nothing known, or gates where it cannot.
+inline bool SetBefore(int64_t kind, int64_t gated, float eps, float alpha, float limit, BeforeArgs& before) {
+  if (kind < 0 || kind > static_cast<int64_t>(Before::kClampedSwiglu)) return false;
+  before.kind = static_cast<Before>(kind);
+  before.gated = gated != 0;
+  before.eps = eps;
+  before.alpha = alpha;
+  before.limit = limit;
+  const bool may_gate = before.kind >= Before::kSilu, must_gate = before.kind == Before::kClampedSwiglu;
+  return before.gated ? may_gate : !must_gate;
+}
+
 // What the kernels computed since the process began, for tests that count.
 struct Computed {
   std::atomic<int64_t> matmul_rows{0}, attention_queries{0}, cache_tokens{0}, sampled_rows{0};

@@ -61,7 +61,13 @@ inline V Select(I16 mask, V a, V b) {
   return mask ? a : b;
 }
 
-inline U16 LoadLanes(const uint16_t* from) { return __builtin_convertvector(Load<H16>(from), U16); }
+inline U16 LoadLanes(const uint16_t* from) {
+#if defined(ROOFLAX_AVX512_IN_LANES_H_)
+  return __builtin_convertvector(Load<H16>(from), U16);
+#else  // one instruction, where GCC makes five
+  return reinterpret_cast<U16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+#endif
+}
 inline I16 LoadLanes(const int8_t* from) { return __builtin_convertvector(Load<B16>(from), I16); }
 inline I16 LoadLanes(const uint8_t* from) {
   return __builtin_convertvector(Load<U8x16>(from), I16);

@@ -302,6 +302,24 @@ struct DeltaArgs {
   float* o;  // [columns]
 };
 
+// x A of an adapter, [inner, width] with whole vectors of columns, over inputs [begin, end).
+struct ShrinkArgs {
+  const float* const* x;  // of each row its inputs
+  const void* a;
+  float* sums;  // [rows, width]
+  int64_t rows, width, begin, end;
+  bool half_weights;  // A is bfloat16; else float32
+};
+
+// y[m, n] += sum over r of few[m, r] * B[r, n] for `outputs` outputs from `first` on, whose B is in panels.
+struct ExpandArgs {
+  const float* few;  // a row every `stride` numbers
+  const void* b;  // [panels, rank, kPanel]
+  void* const* y;  // of each row all its outputs, in float32 or bfloat16
+  int64_t rows, stride, rank, first, outputs, begin, end;  // of panels [begin, end)
+  bool half_weights, half_sums;  // B, and y, are bfloat16
+};
+
 struct Kernels {
   const char* name;
   int64_t tile_rows;  // see TileRows
@@ -346,6 +364,8 @@ struct Kernels {
   int64_t (*draw)(const DrawArgs&);
   int64_t delta_columns;  // whose sums fit into registers
   void (*delta)(const DeltaArgs&);
+  void (*shrink)(const ShrinkArgs&);
+  void (*expand)(const ExpandArgs&);
 };
 
 // What tiles of AMX do; for the rest there are the kernels of avx512_far, which is what such processors are.

@@ -45,6 +45,7 @@ namespace {
 #include "impl_attention.h"
 #include "impl_whole.h"
 #include "impl_delta.h"
+#include "impl_adapters.h"
 #endif
 
 }  // namespace
@@ -59,7 +60,8 @@ const Kernels kKernels = {ROOFLAX_ISA_NAME, kTileRows,   false,              kRo
                           Narrow,           Widen,       Bytes,              Packed,
                           Attend,           nullptr,     Whole,              WholeBackward,
                           Argmax,           Above,       ExpTotal,           ExpEach,
-                          SumsAbove,        Draw,        kColumnsAtOnce,     Delta};
+                          SumsAbove,        Draw,        kColumnsAtOnce,     Delta,
+                          Shrink,           Expand};
 #endif
 
 }  // namespace ROOFLAX_ISA

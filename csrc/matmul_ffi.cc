@@ -662,27 +662,18 @@ ffi::Error Call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::A
                 F32 norm_bias, ffi::Buffer<ffi::S32> select, ffi::Buffer<ffi::S32> num_rows,
                 ffi::Result<ffi::AnyBuffer> y, int64_t layout, int64_t bytes, int64_t narrow, int64_t before,
                 int64_t gated, float eps, float alpha, float limit) {
-  if (layout < 0 || layout > kCodesFrom + kCodes || bytes < 0 ||
-      bytes > static_cast<int64_t>(Bytes::kTwoTerms) || before < 0 ||
-      before > static_cast<int64_t>(Before::kClampedSwiglu)) {
+  Matmul product{};
+  if (layout < 0 || layout > kCodesFrom + kCodes || bytes < 0 || bytes > static_cast<int64_t>(Bytes::kTwoTerms)) {
     return Reject("matmul: attributes");
   }
-  const auto kind = static_cast<Before>(before);
-  const bool may_gate = kind >= Before::kSilu, must_gate = kind == Before::kClampedSwiglu;
-  if (gated ? !may_gate : must_gate) return Reject("matmul: a gate");
+  if (!SetBefore(before, gated, eps, alpha, limit, product.before)) return Reject("matmul: what comes before");
   const Inputs in{x, w, w_scale, w_sum, bias, residual, norm_weight, norm_bias, select,
                   num_rows};
-  Matmul product{};
   product.layout = static_cast<Layout>(layout);
   product.bytes = static_cast<Bytes>(bytes) != Bytes::kNone;
   product.rotated = static_cast<Bytes>(bytes) == Bytes::kRotated;
   product.planes = static_cast<Bytes>(bytes) == Bytes::kTwoTerms ? 2 : 1;
   product.narrow = narrow != 0;
-  product.before.kind = kind;
-  product.before.gated = gated != 0;
-  product.before.eps = eps;
-  product.before.alpha = alpha;
-  product.before.limit = limit;
   if (const char* why = Check(in, *y, product)) {
     return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string("rooflax matmul: ") + why);
   }

@@ -647,6 +647,59 @@ void TestWhole(int64_t head_dim, int64_t count, bool apart) {
   }
 }
 
+// Rows of an adapter against plain loops, and each as it is alone, to the bit.
+void TestAdapter(int64_t rows, int64_t inner, int64_t width, int64_t outputs, bool halves) {
+  const int64_t rank = width < 20 ? width - 3 : 11, panels = (outputs + kPanel - 1) / kPanel, first = 3;
+  const int64_t outer = first + outputs + 2, begin = inner / 3;
+  const auto x = Random(rows * inner, 21);
+  auto a = Random(inner * width, 22), b = Random(panels * rank * kPanel, 23);
+  std::vector<uint16_t> half_a, half_b;
+  for (auto [wide, half] : {std::pair{&a, &half_a}, {&b, &half_b}}) {
+    for (float& value : *wide) {
+      if (halves) value = FromBfloat16(half->emplace_back(ToBfloat16(value)));
+    }
+  }
+  const void* const a_data = halves ? static_cast<const void*>(half_a.data()) : a.data();
+  const void* const b_data = halves ? static_cast<const void*>(half_b.data()) : b.data();
+  const auto run = [&](int64_t row, int64_t count, float* sums, float* y) {
+    std::vector<const float*> from;
+    std::vector<void*> to;
+    for (int64_t i = 0; i < count; ++i) from.push_back(x.data() + (row + i) * inner);
+    for (int64_t i = 0; i < count; ++i) to.push_back(y + i * outer);
+    rooflax::ChosenKernels().shrink({from.data(), a_data, sums, count, width, begin, inner, halves});
+    Share(panels, [&](int64_t panel) {
+      rooflax::ChosenKernels().expand({sums + 1, b_data, to.data(), count, width, rank, first, outputs, panel,
+                                       panel + 1, halves, false});
+    });
+  };
+  std::vector<float> sums(static_cast<size_t>(rows * width)), y(static_cast<size_t>(rows * outer), 1.0f);
+  run(0, rows, sums.data(), y.data());
+  for (int64_t row = 0; row < rows; ++row) {
+    std::vector<float> alone(static_cast<size_t>(width)), own(static_cast<size_t>(outer), 1.0f);
+    run(row, 1, alone.data(), own.data());
+    for (int64_t n = 0; n < width; ++n) {
+      double sum = 0;
+      for (int64_t k = begin; k < inner; ++k) {
+        sum += static_cast<double>(x[static_cast<size_t>(row * inner + k)]) * a[static_cast<size_t>(k * width + n)];
+      }
+      const float found = sums[static_cast<size_t>(row * width + n)];
+      Check("shrink", found, static_cast<float>(sum), 1e-3f);
+      Check("shrink alone", found, alone[static_cast<size_t>(n)], 0.0f);
+    }
+    for (int64_t n = 0; n < outer; ++n) {
+      const int64_t at = n - first;
+      double sum = 1;
+      for (int64_t r = 0; r < rank && at >= 0 && at < outputs; ++r) {
+        sum += static_cast<double>(alone[static_cast<size_t>(1 + r)]) *
+               b[static_cast<size_t>((at / kPanel * rank + r) * kPanel + at % kPanel)];
+      }
+      const float found = y[static_cast<size_t>(row * outer + n)];
+      Check("expand", found, static_cast<float>(sum), 1e-3f * std::max(1.0f, std::fabs(static_cast<float>(sum))));
+      Check("expand alone", found, own[static_cast<size_t>(n)], 0.0f);
+    }
+  }
+}
+
 void TestAbove(int64_t count, int64_t room) {
   const auto x = Random(count, 8);
   std::vector<int32_t> found(static_cast<size_t>(room)), all;
@@ -929,6 +982,11 @@ int main() {
     for (int64_t head_dim : {16, 48, 64}) {
       for (int64_t count : {1, 23, 150}) {
         for (bool apart : {false, true}) TestWhole(head_dim, count, apart);
+      }
+    }
+    for (int64_t rows = 1; rows <= 9; ++rows) {
+      for (int64_t width : {16, 32, 48, 80}) {
+        for (bool halves : {false, true}) TestAdapter(rows, 67, width, width == 32 ? 600 : 83, halves);
       }
     }
     for (int64_t count : {1, 40, 1000}) {

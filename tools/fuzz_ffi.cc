@@ -26,7 +26,7 @@ const char* rooflax_instruction_set();
 int rooflax_force_instruction_set(const char* name);
 XLA_FFI_Handler rooflax_matmul, rooflax_attention, rooflax_rows, rooflax_argmax, rooflax_sample,
     rooflax_cache_write, rooflax_norm, rooflax_delta_rule, rooflax_causal_conv,
-    rooflax_whole_attention, rooflax_whole_attention_gradients;
+    rooflax_whole_attention, rooflax_whole_attention_gradients, rooflax_adapters;
 int32_t rooflax_masks_new(int64_t rows, int64_t slots, int64_t words);
 int32_t* rooflax_masks_words(int32_t number);
 void rooflax_masks_begin(int32_t number);
@@ -1205,6 +1205,101 @@ void FuzzMatmul() {
   if (real.rows > 0) CheckMatmulRow(call, p, draw.Below(real.rows));
 }
 
+// Rows of several adapters: each is what it is alone, and one without is left alone.
+void FuzzAdapters() {
+  const bool large = draw.OneIn(500);  // worth a second thread
+  const int64_t kind = draw.OneIn(2) ? 0 : draw.Below(8);
+  const bool gated = draw.OneIn(10) ? draw.OneIn(2) : kind == 7 || (kind >= 3 && draw.OneIn(2));
+  const int64_t rows = large ? 70 : draw.In(0, 12), inner = large ? 150 : draw.In(1, 20);
+  const int64_t rank = draw.OneIn(8) ? draw.In(0, 40) : draw.In(1, 6), parts = draw.In(1, 3);
+  const int64_t width = (rank * parts + 15) / 16 * 16, num_slots = draw.In(1, 3);
+  const bool stacked = draw.OneIn(2);
+  const int64_t stack = stacked ? draw.In(1, 3) : 1, norms = draw.OneIn(2) ? 1 : stack;
+  using Dims = std::vector<int64_t>;
+  std::vector<int32_t> spans;
+  int64_t outer = draw.In(0, 3), panels = 0;
+  bool valid = true;
+  for (int64_t i = draw.In(0, 3); i > 0; --i) {
+    const int64_t outputs = draw.In(1, 40);
+    for (int64_t number : {outer, outputs, draw.Below(parts)}) spans.push_back(static_cast<int32_t>(number));
+    outer += outputs + draw.In(0, 3);
+    panels += (outputs + 15) / 16;
+  }
+  const bool strange = !spans.empty() && draw.OneIn(8);
+  if (strange) spans[static_cast<size_t>(draw.Below(static_cast<int64_t>(spans.size())))] = draw.Strange(outer);
+  const bool normed = kind == 1 || kind == 2;
+  const Type weights = draw.Of({kF32, kBf16});
+  const std::vector<Attribute> attributes{Real("alpha", 1.7f), Whole("before", kind), Real("eps", 1e-3f),
+                                          Whole("gated", gated), Real("limit", 5.0f)};
+  Call call{rooflax_adapters, {}, {}, attributes};
+  const auto of = [&](Dims dims) {
+    if (stacked) dims.insert(dims.begin(), stack);
+    return dims;
+  };
+  call.args.emplace_back(draw.Of({kF32, kBf16}), Dims{rows, inner * (gated ? 2 : 1)});
+  call.args.emplace_back(draw.Of({kF32, kBf16}), Dims{rows, outer});
+  call.args.emplace_back(kF32, Dims{normed ? norms * inner : 0});
+  call.args.emplace_back(kF32, Dims{kind == 2 ? norms * inner : 0});
+  call.args.emplace_back(weights, of({num_slots, inner, width}));
+  call.args.emplace_back(weights, of({num_slots, panels, rank, 16}));
+  call.args.emplace_back(kS32, Dims{static_cast<int64_t>(spans.size()) / 3, 3});
+  call.args.emplace_back(kS32, Dims{rows});
+  call.args.emplace_back(kS32, Dims{stacked ? 1 : 0});
+  RealRows real = DrawRealRows(rows);
+  call.args.push_back(std::move(real.array));
+  call.rets.emplace_back(call.args[1].type, call.args[1].dims);
+  if (call.Mutate()) return call.RunMutated();
+  for (size_t i = 0; i < 6; ++i) call.args[i].Fill();
+  Array &numbers = call.args[6], &slots = call.args[7], &index = call.args[8];
+  numbers.Allocate();
+  std::copy(spans.begin(), spans.end(), numbers.As<int32_t>());
+  FillIndices(slots, num_slots + 1, 8);
+  FillIndices(index, stack, 8);
+  int64_t end = 0, found = 0;
+  for (size_t i = 0; i < spans.size(); i += 3) {
+    const int64_t first = spans[i], outputs = spans[i + 1], part = spans[i + 2];
+    valid &= first >= end && outputs >= 1 && first + outputs <= outer && part >= 0 && (part + 1) * rank <= width;
+    end = first + outputs;
+    found += (outputs + 15) / 16;
+  }
+  valid &= found == panels && real.valid && (gated ? kind >= 3 : kind != 7);
+  valid = valid && AllBelow(slots, real.rows, num_slots + 1) && AllBelow(index, index.Count(), stack);
+  if (!call.RunExpecting(valid) || rows == 0) return;
+  const int64_t row = draw.Below(rows), slot = slots.At<int32_t>(row), item = SizeOf(call.rets[0].type) * outer;
+  const char *y = call.args[1].As<char>() + row * item, *changed = call.rets[0].As<char>() + row * item;
+  if (row >= real.rows || slot == 0) return Expect(std::memcmp(y, changed, static_cast<size_t>(item)) == 0, "a row without");
+  Call alone{rooflax_adapters, {}, {}, attributes};
+  for (size_t i = 0; i < 9; ++i) {
+    const bool of_row = i < 2 || i == 7;
+    Dims dims = call.args[i].dims;
+    if (of_row) dims[0] = 1;
+    alone.args.push_back(of_row ? call.args[i].Part(rows, row, dims) : call.args[i].Part(1, 0, dims));
+  }
+  alone.args.emplace_back(kS32, Dims{0});
+  alone.args.back().Allocate();
+  alone.rets.emplace_back(call.rets[0].type, Dims{1, outer});
+  Expect(alone.Run().empty(), "a row alone was rejected");
+  Expect(std::memcmp(alone.rets[0].As<char>(), changed, static_cast<size_t>(item)) == 0, "a row among others");
+  if (kind != 0 || call.rets[0].type != kF32) return;
+  const int64_t member = stacked ? index.At<int32_t>(0) : 0, own = member * num_slots + slot - 1;
+  int64_t panel = own * panels;
+  for (size_t i = 0; i < spans.size(); i += 3) {
+    for (int64_t n = 0; n < spans[i + 1]; ++n) {
+      double sum = call.args[1].At<float>(row * outer + spans[i] + n);
+      for (int64_t r = 0; r < rank; ++r) {
+        double few = 0;
+        for (int64_t k = 0; k < inner; ++k) {
+          few += static_cast<double>(Decode(call.args[0], row * inner + k)) *
+                 Decode(call.args[4], (own * inner + k) * width + spans[i + 2] * rank + r);
+        }
+        sum += few * Decode(call.args[5], ((panel + n / 16) * rank + r) * 16 + n % 16);
+      }
+      ExpectNear(call.rets[0].At<float>(row * outer + spans[i] + n), sum, "an adapter");
+    }
+    panel += (spans[i + 1] + 15) / 16;
+  }
+}
+
 // Of a type of GGUF's blocks: bytes and groups of a block, bits of a code, bytes of a group's scale or 0.
 struct Blocks {
   const char* name;
@@ -1315,6 +1410,7 @@ int main(int argc, char** argv) {
     XLA_FFI_Handler* handler;
     void (*fuzz)();
   } handlers[] = {{"rooflax_matmul", rooflax_matmul, FuzzMatmul},
+                  {"rooflax_adapters", rooflax_adapters, FuzzAdapters},
                   {"rooflax_attention", rooflax_attention, FuzzAttention},
                   {"rooflax_rows", rooflax_rows, FuzzRows},
                   {"rooflax_argmax", rooflax_argmax, FuzzArgmax},

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 import openai
 import pytest
@@ -16,7 +17,9 @@ from rooflax.engine.sampling_params import SamplingParams
 from rooflax.loading.adapters import open_adapter
 from rooflax.loading.gguf_adapter import save_gguf_adapter
 from rooflax.loading.model_info import model_info
+from rooflax.models.adapters import targets
 from rooflax.models.presets import CHAT_NAME
+from rooflax.ops.linear.adapter_slots import AdapterSlots
 from rooflax.server.service import Service
 from rooflax.server.settings import Settings
 from tests import goldens
@@ -192,6 +195,36 @@ def test_stacked_layers_that_adapters_change_in_other_places(base, tmp_path):
     for name, folder in folders.items():
         alone = LLM(base, lora=folder, options=options).generate(prompt, GREEDY)[0]
         assert asked(llm, (prompt, name))[0].tokens == alone.tokens
+    asyncio.run(llm.shutdown())
+
+
+def test_fused_layers(case, tmp_path):
+    base = case("phi3").folder
+    info = model_info(base)
+    modules = [m for m in targets(info.family, info.config) if "qkv_proj" in m or "gate_up" in m]
+    folder, prompt = write_adapter(tmp_path / "a", info, modules), goldens.prompts()[1]
+    llm = AsyncLLM(base, max_num_seqs=1, loras=[f"a={folder}"])
+    served, alone = asked(llm, (prompt, "a"))[0], LLM(base, lora=folder).generate(prompt, GREEDY)[0]
+    assert modules and served.tokens == alone.tokens
+    for one, other in zip(served.logprobs, alone.logprobs, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+    asyncio.run(llm.shutdown())
+
+
+@pytest.mark.parametrize(("quantize", "dtype"), [(None, "float32"), ("int8", "bfloat16")])
+def test_the_plan_counts_what_slots_hold(base, adapters, quantize, dtype):
+    """Beside weights of few bits half as much; a row has its bits alone there too."""
+    loras = [f"{name}={adapters[name]}" for name in ("all", "few")]
+    llm = AsyncLLM(base, max_num_seqs=4, loras=loras, max_loras=3, quantize=quantize)
+    leaves = jax.tree.leaves(llm.llm.model.weights, is_leaf=lambda w: isinstance(w, AdapterSlots))
+    slots = [(w.a, w.b) for w in leaves if isinstance(w, AdapterSlots)]
+    assert {array.dtype.name for pair in slots for array in pair} == {dtype}
+    assert llm._bank is not None
+    assert llm._bank.nbytes == sum(a.nbytes + b.nbytes for a, b in slots)
+    pairs = [(goldens.prompts()[0], name) for name in (None, "all", "few")]
+    alone = [asked(llm, pair, cache_salt="apart")[0] for pair in pairs]
+    assert [said(c) for c in asked(llm, *pairs)] == [said(c) for c in alone]
+    assert len({c.logprobs for c in alone}) == 3
     asyncio.run(llm.shutdown())
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from rooflax.errors import RequestError
 from rooflax.loading.adapters import Adapter, open_adapter
 from rooflax.loading.model_info import ModelInfo
-from rooflax.models.adapters import HEAD, Adapters, banked, targets
+from rooflax.models.adapters import HEAD, Adapters, banked, slot_bytes, targets
 from rooflax.models.model import Model
 
 MOST_CHARACTERS = 200
@@ -40,12 +40,14 @@ class Bank:
         adapters: of each slot; None is an empty one.
         modules: the linear layers that have slots.
         rank: the most of an adapter.
+        dtype: of the matrices in slots.
         slot_bytes: of a slot's matrices.
     """
 
     adapters: tuple[Named | None, ...]
     modules: tuple[str, ...]
     rank: int
+    dtype: str
     slot_bytes: int
 
     @property
@@ -83,7 +85,7 @@ class Bank:
             return {} if one is None else one.adapter.read(info)
 
         banks = [matrices(slot) for slot in range(len(self.adapters))]
-        return banked(model, banks, self.modules, self.rank)
+        return banked(model, banks, self.modules, self.rank, self.dtype)
 
     def with_adapter(self, name: str, folder: str, info: ModelInfo) -> Bank:
         """The bank with one more.
@@ -127,9 +129,16 @@ class Bank:
 
 
 def open_bank(
-    loras: Sequence[str], info: ModelInfo, max_loras: int | None, max_rank: int | None
+    loras: Sequence[str],
+    info: ModelInfo,
+    max_loras: int | None,
+    max_rank: int | None,
+    dtype: str = "float32",
 ) -> Bank:
     """The adapters that NAME=DIR name, in slots; without any, slots for all linear layers.
+
+    Args:
+        dtype: of the matrices in slots.
 
     Raises:
         RooflaxError: a name twice, or no adapter of the model; more than the slots hold.
@@ -157,9 +166,9 @@ def open_bank(
     known = targets(info.family, info.config)
     modules = modules or known.keys() - {HEAD}
     ordered = tuple(module for module in known if module in modules)
-    each = (4 * rank * (known[m].inputs + known[m].outputs) for m in ordered)
     filled = (*(Named(*one) for one in named.items()), *(None for _ in range(slots - len(named))))
-    return Bank(filled, ordered, rank, sum(each))
+    each = slot_bytes(info.family, info.config, ordered, rank, dtype)
+    return Bank(filled, ordered, rank, dtype, each)
 
 
 def _is_name(name: str) -> bool:

@@ -196,7 +196,7 @@ class Plan(EngineConfig):
         _check_adaptable(self.mesh, self.offloading)
         if self.adapter is not None:
             raise RequestError("lora is for all requests, and loras are chosen; give one of them.")
-        bank = open_bank(loras, self.info, max_loras, max_rank)
+        bank = open_bank(loras, self.info, max_loras, max_rank, self.storage.adapter_dtype)
         plan = replace(self, bank=bank)
         return plan._with_blocks(plan.num_blocks)
 

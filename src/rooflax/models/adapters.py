@@ -7,12 +7,13 @@ k, v; gate, up): their adapters lie side by side too, A beside A and each B over
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rooflax.errors import CheckpointError
@@ -33,7 +34,9 @@ from rooflax.nn.tensor_layouts import (
     TensorLayout,
 )
 from rooflax.nn.weights import Param, WeightLine
+from rooflax.ops.host_arrays import Together
 from rooflax.ops.linear.adapted import Adapted
+from rooflax.ops.linear.adapter_slots import LANES, AdapterSlots, Spans, places
 from rooflax.ops.weights import as_operand
 from rooflax.ops.weights.quantized import namespace
 
@@ -337,11 +340,110 @@ def adapted_weights(
         at: side_by_side(target.param.line, sizes, parts, is_head=target.is_head)
         for at, (target, parts) in changed.items()
     }
-    return _placed(config, weights, made, {at: target for at, (target, _) in changed.items()})
+    by_key = {key: target for (_, key), (target, _) in changed.items()}
+
+    def beside(base: Any, each: list[Matrices | None], key: str, *, stacked: bool) -> Adapted:
+        target = by_key[key]
+        shape = target.param.line.in_out_shape(sizes)
+        return _adapted(base, each, shape, target.is_head, config, stacked=stacked)
+
+    return _placed(config, weights, made, beside)
+
+
+@dataclass(frozen=True)
+class SlotLayout:
+    """How a weight's adapters lie in slots, alike in all layers.
+
+    Attributes:
+        shape: of the weight, its inputs' axes and its outputs'.
+        parts: of each output, which part of A it has; -1 is none.
+        rank: of a part.
+    """
+
+    shape: tuple[Shape, Shape]
+    parts: np.ndarray
+    rank: int
+
+    @cached_property
+    def spans(self) -> Spans:
+        begins = np.flatnonzero(np.diff(self.parts, prepend=-2))
+        ends = (*begins[1:], len(self.parts))
+        each = ((int(i), int(j - i), int(self.parts[i])) for i, j in zip(begins, ends, strict=True))
+        return tuple(span for span in each if span[2] >= 0)
+
+    @cached_property
+    def columns(self) -> np.ndarray:
+        return places(self.spans, len(self.parts))
+
+    @property
+    def shapes(self) -> tuple[Shape, Shape]:
+        """Of A and B in a slot, [in, width] and [panels, rank, LANES]."""
+        width = -(-self.rank * (int(self.parts.max()) + 1) // LANES) * LANES
+        panels = sum(-(-count // LANES) for _, count, _ in self.spans)
+        return (math.prod(self.shape[0]), width), (panels, self.rank, LANES)
+
+    def filled(self, target: Target, parts: Mapping[int, LowRank]) -> tuple[np.ndarray, np.ndarray]:
+        """A and B of an adapter whose tensors are numbered as the target's line has them."""
+        a, b = (np.zeros(shape, np.float32) for shape in self.shapes)
+        order, sizes = output_order(target.param.line.layout, self.shape[1])
+        tensors = np.repeat(np.arange(len(sizes)), sizes)[order]
+        within = order - (np.cumsum(sizes) - sizes)[tensors]
+        wide = np.zeros((self.rank, b.shape[0] * LANES), np.float32)
+        for number, part in parts.items():
+            rank = part.a.shape[0]
+            is_own = (tensors == number) & (self.parts >= 0)
+            outputs = part.b.T * np.float32(part.scale)
+            wide[:rank, self.columns[is_own]] = outputs[:, within[is_own]]
+            for own in np.unique(self.parts[is_own]):
+                a[:, own * self.rank : own * self.rank + rank] = part.a.T
+        b[:] = wide.reshape(self.rank, -1, LANES).swapaxes(0, 1)
+        return a, b
+
+
+def _slot_layouts(
+    name: str, config: Decoder, modules: Collection[str], rank: int
+) -> dict[Place, SlotLayout]:
+    """How slots lie beside each weight that has them: weights of one key and shape are alike.
+
+    Raises:
+        CheckpointError: the modules name a fused layer and parts of it.
+    """
+    known = targets(name, config)
+    groups: dict[Any, list[Target]] = {}
+    for module in modules:
+        param = known[module].param
+        shape = param.line.in_out_shape(config.axis_sizes)
+        groups.setdefault((param.key, shape), []).append(known[module])
+    found: dict[Place, SlotLayout] = {}
+    for (key, shape), group in groups.items():
+        order, sizes = output_order(group[0].param.line.layout, shape[1])
+        for target in group:
+            if output_order(target.param.line.layout, shape[1])[1] != sizes:
+                raise CheckpointError(
+                    f"The adapters change {group[0].module} and {target.module}, which name the "
+                    f"same weights."
+                )
+        parts = np.full(len(sizes), -1)
+        indices = sorted({target.index for target in group})
+        parts[indices] = np.arange(len(indices))
+        layout = SlotLayout(shape, parts[np.repeat(np.arange(len(sizes)), sizes)[order]], rank)
+        found |= {(target.param.layer, key): layout for target in group}
+    return found
+
+
+def slot_bytes(name: str, config: Decoder, modules: Collection[str], rank: int, dtype: str) -> int:
+    """Of the matrices of one slot of `banked`."""
+    layouts = _slot_layouts(name, config, modules, rank).values()
+    numbers = sum(math.prod(shape) for layout in layouts for shape in layout.shapes)
+    return numbers * jnp.dtype(dtype).itemsize
 
 
 def banked(
-    model: Model, banks: Sequence[Adapters | None], modules: Collection[str], rank: int
+    model: Model,
+    banks: Sequence[Adapters | None],
+    modules: Collection[str],
+    rank: int,
+    dtype: str = "float32",
 ) -> Model:
     """The model with several adapters in slots beside its weights, one of which each row has.
 
@@ -352,55 +454,44 @@ def banked(
         banks: of each slot; an empty one has no layers, None leaves a slot as it is.
         modules: the layers that have slots, by `Target.module`.
         rank: the most of an adapter.
+        dtype: of A and B, "float32" or "bfloat16".
     """
     name, config = model.family, model.config
-    known = targets(name, config)
-    by_place: dict[Place, list[Target]] = {}
-    for module in modules:
-        target = known[module]
-        by_place.setdefault((target.param.layer, target.param.key), []).append(target)
-    most: dict[str, int] = {}  # tensors of a weight in any layer: stacked layers are of one shape
-    for (_, key), neighbors in by_place.items():
-        most[key] = max(most.get(key, 0), len(neighbors))
+    layouts = _slot_layouts(name, config, modules, rank)
     each = [None if one is None else by_param(name, config, one) for one in banks]
-    made: dict[Place, Matrices] = {}
-    for at, neighbors in by_place.items():
-        width = rank * most[at[1]]
-        first = neighbors[0]
-        out_shape = first.param.line.in_out_shape(config.axis_sizes)[1]
-        inner, outer = first.inputs, math.prod(out_shape)
-        rows, columns = [], []
-        for number, bank in enumerate(each):
-            if bank is None:
-                a, b = _slot_of(model.weights, at, number, width)
+    memory, width = Together(), jnp.dtype(dtype)
+
+    def beside(base: Any, layers: list[Place | None], _: str, *, stacked: bool) -> AdapterSlots:
+        layout = next(layouts[place] for place in layers if place is not None)
+        lead = len(layers), len(banks)
+        a, b = (memory.empty((*lead, *shape), width) for shape in layout.shapes)
+        for index in np.ndindex(lead):
+            place, bank = layers[index[0]], each[index[1]]
+            if place is not None and bank is None:
+                a[index], b[index] = _slot_of(model.weights, place, index[1])
+            elif place is not None and bank is not None and place in bank:
+                a[index], b[index] = layout.filled(*bank[place])
             else:
-                a, b = np.zeros((inner, width), np.float32), np.zeros((width, outer), np.float32)
-            if bank is not None and at in bank:
-                target, parts = bank[at]
-                line = target.param.line
-                few, wide, *_ = side_by_side(line, config.axis_sizes, parts, is_head=False)
-                a[:, : few.shape[1]], b[: few.shape[1]] = few, wide
-            rows.append(a)
-            columns.append(b)
-        made[at] = np.concatenate(rows, axis=1), np.concatenate(columns, axis=0), None, None
-    places = {at: neighbors[0] for at, neighbors in by_place.items()}
-    weights = _placed(config, model.weights, made, places, slots=len(banks))
-    return replace(model, weights=jax.tree.map(_on_device, weights))
+                a[index], b[index] = 0, 0
+        if isinstance(base, AdapterSlots):  # others take their place
+            base = base.base
+        a, b = (_on_device(each if stacked else each[0]) for each in (a, b))
+        return AdapterSlots(base, a, b, *layout.shape, layout.spans)
+
+    weights = _placed(config, model.weights, {place: place for place in layouts}, beside)
+    return replace(model, weights=weights)
 
 
-def _slot_of(
-    weights: dict[str, Any], at: Place, slot: int, width: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """A [in, width] and B [width, out] of one slot beside a layer's weight."""
+def _slot_of(weights: dict[str, Any], at: Place, slot: int) -> tuple[np.ndarray, np.ndarray]:
+    """A and B of one slot beside a layer's weight."""
     layer, key = at
     assert layer is not None
     is_stacked = "stacked_layers" in weights
     layers = weights["stacked_layers" if is_stacked else "layers"]
     row, index = divmod(layer, len(layers))
     leaf = layers[index][key]
-    a, b = (leaf.a[row], leaf.b[row]) if is_stacked else (leaf.a, leaf.b)
-    ranks = slice(slot * width, (slot + 1) * width)
-    return np.asarray(a)[:, ranks], np.asarray(b)[ranks]
+    at_slot = (row, slot) if is_stacked else slot
+    return np.asarray(leaf.a)[at_slot], np.asarray(leaf.b)[at_slot]
 
 
 def _on_device(leaf: Any) -> Any:
@@ -408,21 +499,18 @@ def _on_device(leaf: Any) -> Any:
 
 
 def _placed(
-    config: Decoder,
-    weights: dict[str, Any],
-    made: Mapping[Place, Matrices],
-    places: Mapping[Place, Target],
-    slots: int = 0,
+    config: Decoder, weights: dict[str, Any], made: Mapping[Place, Any], beside: Callable[..., Any]
 ) -> dict[str, Any]:
-    """The weights with these matrices beside them."""
-    shapes = {
-        key: (target.param.line.in_out_shape(config.axis_sizes), target.is_head)
-        for (_, key), target in places.items()
-    }
+    """The weights with these matrices beside them.
+
+    Args:
+        beside: (a leaf, the matrices of its layers, its key, stacked=) -> the leaf with those; a
+            layer without has None.
+    """
     placed = dict(weights)
-    for (layer, key), lines in made.items():
+    for (layer, key), matrices in made.items():
         if layer is None:
-            placed[key] = _adapted(weights[key], [lines], *shapes[key], config, stacked=False)
+            placed[key] = beside(weights[key], [matrices], key, stacked=False)
     stacked = "stacked_layers" in weights
     layers = weights["stacked_layers" if stacked else "layers"]
     period = len(layers)
@@ -432,9 +520,8 @@ def _placed(
         new = dict(layer)
         for key in layer:
             each = [made.get((row, key)) for row in rows]
-            if any(lines is not None for lines in each):
-                one = _adapted(layer[key], each, *shapes[key], config, stacked=stacked)
-                new[key] = replace(one, slots=slots)
+            if any(matrices is not None for matrices in each):
+                new[key] = beside(layer[key], each, key, stacked=stacked)
         new_layers.append(new)
     placed["stacked_layers" if stacked else "layers"] = tuple(new_layers)
     return placed
@@ -453,8 +540,6 @@ def _adapted(
     smaller ranks are filled up with them."""
     if is_head:
         shape = (config.hidden_size,), (config.vocab_size,)
-    if isinstance(base, Adapted) and base.slots:  # others take their place
-        base = base.base
     known = [pair for pair in each if pair is not None]
     xp = namespace(known[0][0])
     rank = max(a.shape[1] for a, *_ in known)

@@ -29,7 +29,7 @@ from rooflax.nn.wiring import Context
 from rooflax.ops.accelerator import block_size
 from rooflax.ops.activation import capped
 from rooflax.ops.linear import unembed
-from rooflax.ops.linear.adapted import with_rows
+from rooflax.ops.linear.adapter_slots import with_rows
 
 
 @jax.tree_util.register_dataclass

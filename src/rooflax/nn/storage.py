@@ -252,6 +252,11 @@ class Storage:
         return self.quantize is not None or any(KNOWN[f].quantizes_activations for f in formats)
 
     @property
+    def adapter_dtype(self) -> str:
+        """Of LoRA adapters in slots: bfloat16 beside products that are rounded more than that."""
+        return "bfloat16" if self.quantizes_activations else "float32"
+
+    @property
     def _prequantized(self) -> Iterator[str]:
         """The formats of all tensors that the checkpoint holds so."""
         return (f for name in self.prequantized.values() for f in formats_of(name))

@@ -46,6 +46,23 @@ def aligned_put(array: np.ndarray) -> Any:
     return jax.device_put(copy)
 
 
+class Together:
+    """Memory of huge pages that smaller arrays lie in one after the other."""
+
+    _BLOCK = 1 << 25
+
+    def __init__(self):
+        self._free = np.empty(0, np.uint8)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """As `aligned_empty`; the memory is given back with the last array in it."""
+        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if self._free.size < arena_bytes(size):
+            self._free = aligned_empty((max(self._BLOCK, arena_bytes(size)),), np.dtype(np.uint8))
+        found, self._free = self._free[:size], self._free[arena_bytes(size) :]
+        return found.view(dtype).reshape(shape)
+
+
 def arena_bytes(size: int) -> int:
     """Bytes of an array of `size` bytes in an arena, where each is aligned."""
     return -(-size // ALIGNMENT) * ALIGNMENT

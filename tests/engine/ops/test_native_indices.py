@@ -78,7 +78,7 @@ def test_a_gate_belongs_to_an_activation():
     zero = np.float32(0)
     for before, gated in ((7, 0), (0, 1), (1, 1)):
         attributes = {"before": np.int64(before), "gated": np.int64(gated)}
-        with pytest.raises(jax.errors.JaxRuntimeError, match="rooflax matmul: a gate"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="rooflax matmul: what comes before"):
             call(
                 jnp.ones((1, 8)), jnp.ones((8, 4)), *none, layout=np.int64(0), eps=zero, alpha=zero,
                 limit=zero, bytes=np.int64(0), narrow=np.int64(0), **attributes,

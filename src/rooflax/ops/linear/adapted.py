@@ -56,10 +56,6 @@ class Adapted(Wrapper):
         magnitude: of DoRA in training, beside a `Frozen` base and in place of `columns`: the length
             that each output's weights are brought to, [out]; 0 leaves an output as it is.
         dropout: of what A multiplies; None is none.
-        slots: adapters side by side in A and B, of ranks that are equal; 0 is one adapter for all
-            rows.
-        rows: of slots, which adapter each row of x has, from 1 on; 0 is none, and leaves the row as
-            it is without, bit for bit. None is none for all.
         is_table: the base is an embedding whose rows are looked up without the adapter, which is
             the head's.
     """
@@ -72,8 +68,6 @@ class Adapted(Wrapper):
     out_shape: tuple[int, ...] = field(metadata=STATIC)  # type: ignore[assignment]
     is_table: bool = field(default=False, metadata=STATIC)
     dropout: Dropout | None = None
-    slots: int = field(default=0, metadata=STATIC)
-    rows: Int[Array, " rows"] | None = None
     magnitude: Float[Array, "*stack out"] | StackMember | None = None
 
     def at(self, index: Any) -> Adapted:
@@ -98,8 +92,6 @@ class Adapted(Wrapper):
     ) -> Float[Array, "rows out"]:
         """`linear.api.matmul` of the sum."""
         options: dict[str, Any] = {"num_rows": num_rows, "implementation": implementation}
-        if self.slots:
-            return self._by_row(x, bias, prologue, residual, dtype, options)
         if self.dropout is None:
             few = matmul(as_operand(self.a), x, prologue=prologue, dtype=jnp.float32, **options)
         else:
@@ -125,29 +117,7 @@ class Adapted(Wrapper):
         length = jnp.where(is_free, 1.0, lengths(self.base, taken(self.a), taken(self.b)))
         return jnp.where(is_free, 1.0, wanted / length)
 
-    def _by_row(
-        self, x: Array, bias: Any, prologue: Any, residual: Any, dtype: Any, form: dict[str, Any]
-    ) -> Float[Array, "rows out"]:
-        """All adapters' x A, of which each row keeps its own; zeros add nothing behind B."""
-        y = matmul(self.operand, x, bias, prologue=prologue, residual=residual, dtype=dtype, **form)
-        if self.rows is None:
-            return y
-        few = matmul(as_operand(self.a), x, prologue=prologue, dtype=jnp.float32, **form)
-        hits = jnp.arange(1, self.slots + 1, dtype=jnp.int32)[None] == self.rows[:, None]
-        kept = jnp.where(hits[:, :, None], few.reshape(*hits.shape, -1), 0.0).reshape(few.shape)
-        changed = matmul(as_operand(self.b), kept, residual=y, dtype=y.dtype, **form)
-        return jnp.where(self.rows[:, None] > 0, changed, y)
-
     def take(self, ids: Int[Array, " n"], **options: Any) -> Float[Array, "n in"]:
         """Rows of the table, which the adapter leaves alone."""
         assert self.is_table, "an adapter of an embedding is not read"
         return take(self.operand, ids, **options)
-
-
-def with_rows(weights: Any, rows: Int[Array, " rows"]) -> Any:
-    """A tree of weights whose adapters in slots know which rows have which."""
-
-    def chosen(leaf: Any) -> Any:
-        return replace(leaf, rows=rows) if isinstance(leaf, Adapted) and leaf.slots else leaf
-
-    return jax.tree.map(chosen, weights, is_leaf=lambda leaf: isinstance(leaf, Adapted))

@@ -75,6 +75,36 @@ def _rounding(w: StoredOperand) -> int:
     return w.quantizes_activations + w.rotates_inputs
 
 
+def add_adapters(
+    x: Float[Array, "rows width"],
+    y: Float[Array, "rows out"],
+    a: Float[Array, "slots inner wide"] | StackMember,
+    b: Float[Array, "slots panels rank lanes"] | StackMember,
+    spans: tuple[tuple[int, int, int], ...],
+    slots: Int[Array, " rows"],
+    prologue: Prologue | None,
+    num_rows: NumRows,
+) -> Float[Array, "rows out"]:
+    """y, in place, with (x A) B of each row's slot: see `adapter_slots.AdapterSlots`."""
+    is_stacked = isinstance(a, StackMember)
+    before, norm = _before(prologue, is_stacked)
+    index = a.index.reshape(1) if isinstance(a, StackMember) else _none(jnp.int32)
+    whole = (w.whole if isinstance(w, StackMember) else w for w in (a, b))
+    out = jax.ShapeDtypeStruct(y.shape, y.dtype)
+    call = jax.ffi.ffi_call("rooflax_adapters", out, input_output_aliases={1: 0})
+    return call(
+        _native(x),
+        y,
+        *norm,
+        *whole,
+        np.asarray(spans, np.int32).reshape(-1, 3),
+        slots,
+        index,
+        real_rows(num_rows),
+        **before,
+    )
+
+
 def rows(
     table: Float[Array, "vocab hidden"], index: Int[Array, " n"], num_rows: NumRows = None
 ) -> Float[Array, "n hidden"]:

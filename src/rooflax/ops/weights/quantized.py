@@ -194,7 +194,7 @@ class Quantized(StoredOperand):
         return KNOWN[self.format].quantizes_activations
 
     @property
-    def num_terms(self) -> int:
+    def num_terms(self) -> int:  # type: ignore[override]
         return KNOWN[self.format].num_terms
 
     @property

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from rooflax.errors import CheckpointError, UnsupportedModelError
+from rooflax.loading.tokenizer_folder import surround
 
 if TYPE_CHECKING:  # the families import jax, which a template's process must not
     from rooflax.models.gguf import Header
@@ -369,15 +370,7 @@ def _surround(
         "bos_token": vocabulary.get("add_bos_token", bool, begins),
         "eos_token": vocabulary.get("add_eos_token", bool, False),
     }
-    bos, eos = (special.get(name) if wanted[name] else None for name in wanted)
-    if bos is None and eos is None:
-        return
-    template = [*([f"{bos}:0"] if bos else []), "$A:0", *([f"{eos}:0"] if eos else [])]
-    backend.post_processor = processors.TemplateProcessing(
-        single=template,
-        pair=[*template, "$B:1"],
-        special_tokens=[(text, backend.token_to_id(text)) for text in {bos, eos} if text],
-    )
+    surround(backend, special, wanted)
 
 
 def _chat_templates(file: Header) -> dict[str, str]:

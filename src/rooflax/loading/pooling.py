@@ -23,7 +23,7 @@ from rooflax.loading.checkpoint import Checkpoint
 from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_blocks import dequantize, is_plain
 from rooflax.loading.json_files import parse_json, read_file, read_json_object
-from rooflax.loading.safetensors import TensorToWrite
+from rooflax.loading.safetensors import TensorToWrite, float32_tensors
 from rooflax.models.gguf import GGUF_DENSE, GGUF_POOLING
 from rooflax.nn.pooler import Pooler
 
@@ -244,7 +244,9 @@ def pooling_files(pooling: Pooling, size: int) -> dict[str, bytes | list[TensorT
         texts["modules.json"].append(entry)
         texts[f"{path}/config.json"] = settings
         if kind == "Dense":
-            folder_files[f"{path}/model.safetensors"] = _dense_tensors(next(dense))
+            layer = next(dense)
+            arrays = {"linear.weight": layer.weight, "linear.bias": layer.bias}
+            folder_files[f"{path}/model.safetensors"] = float32_tensors(arrays)
     written = {name: json.dumps(text, indent=2) + "\n" for name, text in texts.items()}
     return folder_files | {name: text.encode() for name, text in written.items()}
 
@@ -255,15 +257,6 @@ def _dense_settings(layer: DenseLayer) -> dict[str, Any]:
         "in_features": inner, "out_features": outer, "bias": layer.bias is not None,
         "activation_function": layer.activation,
     }  # fmt: skip
-
-
-def _dense_tensors(layer: DenseLayer) -> list[TensorToWrite]:
-    arrays = {"linear.weight": layer.weight, "linear.bias": layer.bias}
-    return [
-        TensorToWrite(name, "F32", array.shape, lambda array=array: array)
-        for name, array in arrays.items()
-        if array is not None
-    ]
 
 
 def gguf_pooling_metadata(pooling: Pooling, architecture: str) -> dict[str, Any]:

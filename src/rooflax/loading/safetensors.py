@@ -84,6 +84,15 @@ class TensorToWrite(NamedTuple):
     produce: Callable[[], np.ndarray]
 
 
+def float32_tensors(arrays: Mapping[str, np.ndarray | None]) -> list[TensorToWrite]:
+    """Those that are there, in float32."""
+    return [
+        TensorToWrite(name, "F32", array.shape, lambda array=array: array)
+        for name, array in arrays.items()
+        if array is not None
+    ]
+
+
 def dtype_name(dtype: Any) -> str:
     """The safetensors name of a NumPy (or ml_dtypes) type, for example `"BF16"`.
 

@@ -15,7 +15,7 @@ import numpy as np
 from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.loading.checkpoint import Checkpoint
 from rooflax.loading.pooling import ACTIVATIONS, DenseLayer, Pooling, read_pooling
-from rooflax.loading.safetensors import TensorToWrite
+from rooflax.loading.safetensors import TensorToWrite, float32_tensors
 from rooflax.models.encoders import ScoreHead
 from rooflax.models.registry import family
 from rooflax.nn.decoder import Decoder
@@ -135,8 +135,4 @@ def head_tensors(pooling: Pooling, name: str) -> list[TensorToWrite]:
         arrays |= {f"{name}.weight": layer.weight, f"{name}.bias": layer.bias}
         if layer.norm is not None:
             arrays |= {f"{head.norm}.weight": layer.norm[0], f"{head.norm}.bias": layer.norm[1]}
-    return [
-        TensorToWrite(name, "F32", array.shape, lambda array=array: array)
-        for name, array in arrays.items()
-        if array is not None
-    ]
+    return float32_tensors(arrays)

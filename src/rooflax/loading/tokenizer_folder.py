@@ -11,7 +11,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,9 @@ def read_folder(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], dic
         every = [*special.values(), *_further_special_tokens(config, legacy)]
         _add_missing_tokens(backend, _declared(folder, config, {*map(_text_of, every)}), every)
         if not (folder / "tokenizer.json").is_file():
-            _surround(backend, config, special)
+            # Beside a tokenizer.json its own post-processor counts, as in transformers.
+            wanted = {n: config.get(f"add_{n}") for n in ("bos_token", "eos_token")}
+            surround(backend, special, wanted)
         # A file may ask for cutting or padding, which made sense for its training batches only.
         backend.no_truncation()
         backend.no_padding()
@@ -332,13 +334,15 @@ def _declared(
     return [declared[key] for key in sorted(declared, key=int)]
 
 
-def _surround(
-    backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]
+def surround(
+    backend: tokenizers.Tokenizer, special: Mapping[str, str], wanted: Mapping[str, Any]
 ) -> None:
-    # Only where there is no tokenizer.json, whose own post-processor counts: transformers, too,
-    # ignores add_bos_token and add_eos_token next to one.
-    bos = special.get("bos_token") if config.get("add_bos_token") else None
-    eos = special.get("eos_token") if config.get("add_eos_token") else None
+    """Puts those of the special tokens that are `wanted` around a text.
+
+    Args:
+        wanted: by "bos_token" and "eos_token".
+    """
+    bos, eos = (special.get(n) if wanted[n] else None for n in ("bos_token", "eos_token"))
     template = [t for t in (bos and f"{bos}:0", "$A:0", eos and f"{eos}:0") if t]
     if len(template) == 1:
         return

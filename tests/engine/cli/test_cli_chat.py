@@ -79,7 +79,7 @@ class FakeLLM:
         self.tokenizer, self.answers = tokenizer, list(answers)
         self.max_model_len, self.asked = max_model_len, []
         self.info = SimpleNamespace(name="fake")
-        self.processor = SimpleNamespace(defaults=GenerationDefaults())
+        self.processor = SimpleNamespace(defaults=GenerationDefaults(do_sample=True))
 
     def encode(self, text):
         return self.tokenizer.encode(text)

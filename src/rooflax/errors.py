@@ -28,6 +28,7 @@ OTHER_NAMES = {
     "n_predict": "max_tokens",
     "max_new_tokens": "max_tokens",
     "num_ctx": "max_model_len",
+    "sampling_params": "params",
     "rm": "--remove",
     "--adapter-path": "--lora",
     "--lora-path": "--lora",

@@ -72,7 +72,7 @@ def as_params(
     """
     for name in changes:
         if name not in FIELDS:
-            meant = did_you_mean(name, FIELDS)
+            meant = did_you_mean(name, (*FIELDS, "params"))
             raise RequestError(f"There is no sampling parameter {name!r}{meant}.", param=name)
     if params is None:
         params = SamplingParams()

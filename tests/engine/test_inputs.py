@@ -61,6 +61,11 @@ def test_deltas_have_log_probabilities_and_what_stopped_them(llm):
     ("call", "said", "param"),
     [
         (lambda m: m.generate("x", {"max_tokens": 3}), "params is {'max_tokens': 3}; it", "params"),
+        (
+            lambda m: m.generate("x", sampling_params=SamplingParams()),
+            r"did you mean params\?",
+            "sampling_params",
+        ),
         (lambda m: m.generate("x", temprature=1), r"temprature' \(did you mean temp", "temprature"),
         (
             lambda m: m.generate("x", repeat_penalty=1),

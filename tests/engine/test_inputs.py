@@ -79,6 +79,13 @@ def test_deltas_have_log_probabilities_and_what_stopped_them(llm):
         (lambda m: m.generate([[10**9]]), "the token id 1000000000", "prompt"),
         (lambda m: m.chat("hello"), "messages is 'hello'; it must be a list of dicts", "messages"),
         (lambda m: m.chat(["hello"]), "messages is", "messages"),
+        (lambda m: m.encode_chat(1), "messages is 1; it must be a list of dicts", "messages"),
+        (lambda m: m.encode_chat("hello"), "messages is 'hello'; it must be a list", "messages"),
+        (
+            lambda m: m.encode_chat({"role": "user"}),
+            "messages is .*; it must be a list",
+            "messages",
+        ),
         (lambda m: m.decode(["a"]), "ids is", None),
         (lambda m: LLM(options="fast"), "options is 'fast'", "options"),
         (lambda m: LLM(max_num_seqs=0), "max_num_seqs is 0", "max_num_seqs"),

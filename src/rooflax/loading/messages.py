@@ -58,8 +58,14 @@ def repaired(
         places: of the messages as errors name them; without it `messages[0]` and so on.
 
     Raises:
-        RequestError: arguments of a call do not parse.
+        RequestError: they are no list, or arguments of a call do not parse.
     """
+    is_text = isinstance(messages, str | bytes)
+    if messages is not None and (is_text or not isinstance(messages, Sequence)):
+        raise RequestError(
+            f"messages is {messages!r:.80}; it must be a list of dicts with role and content.",
+            param="messages",
+        )
     keeps_developer = "developer" in names(template).texts
     asks_for_none = _CONTENT_IS_NONE.search(template or "") is not None
     plain_messages: list[Any] = []

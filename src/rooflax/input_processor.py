@@ -19,6 +19,7 @@ from rooflax.engine.sequence import KVState
 from rooflax.engine.sequence import Sequence as EngineSequence
 from rooflax.errors import RequestError
 from rooflax.fields.kinds import is_whole
+from rooflax.fields.sampling import CHAT_SAMPLING
 from rooflax.inputs import Prompt
 from rooflax.loading.generation_config import GenerationDefaults
 from rooflax.loading.incremental import IncrementalDecoder
@@ -168,8 +169,9 @@ class InputProcessor:
         a sequence stays."""
         d = self.defaults
         self.defaults = GenerationDefaults(
-            eos_token_ids=d.eos_token_ids, bos_token_id=d.bos_token_id, pad_token_id=d.pad_token_id
-        )
+            do_sample=True, eos_token_ids=d.eos_token_ids,
+            bos_token_id=d.bos_token_id, pad_token_id=d.pad_token_id,
+        )  # fmt: skip
 
     def _with_defaults(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """Fills in the checkpoint's defaults, and merges values that both may set."""
@@ -200,6 +202,11 @@ class InputProcessor:
             banned_token_ids=tuple(dict.fromkeys(banned)),
             logit_bias=bias | dict(params.logit_bias),
         )
+
+    def chat_values(self) -> Mapping[str, float]:
+        """Sampling of a chat whose user leaves it open: nothing where the checkpoint says any."""
+        says_any = bool(self.defaults.sampling) or self.defaults.do_sample is not None
+        return {} if says_any else CHAT_SAMPLING
 
     def default_values(self) -> dict[str, Any]:
         """Sampling defaults of the checkpoint, by the fields of `SamplingParams`."""

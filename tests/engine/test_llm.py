@@ -11,6 +11,7 @@ import pytest
 
 from rooflax import LLM, ExecutionOptions, SamplingParams, decode_step, load, new_cache, prefill
 from rooflax.errors import RequestError, UnsupportedModelError
+from rooflax.fields.sampling import CHAT_SAMPLING
 from tests.marks import cases
 
 pytestmark = pytest.mark.oldest_jax
@@ -102,6 +103,7 @@ def test_end_of_sequence_ids_of_the_checkpoint(folder, tmp_path, llm):
     )
     other = LLM(tmp_path / "m")
     assert other.stop_ids == {end, 262}
+    assert (llm.processor.chat_values(), other.processor.chat_values()) == (CHAT_SAMPLING, {})
     stopped = other.generate([PROMPTS[0]], params(ignore_eos=False))[0]
     assert stopped.tokens == whole.tokens[: first + 1] and stopped.finish_reason == "stop"
     assert other.generate([PROMPTS[0]], params())[0].tokens == whole.tokens
@@ -109,7 +111,7 @@ def test_end_of_sequence_ids_of_the_checkpoint(folder, tmp_path, llm):
     by_default = other.generate([PROMPTS[0]], SamplingParams(max_tokens=5))[0]
     assert by_default.tokens == whole.tokens[:5]
     other.processor.forget_sampling_defaults()
-    assert other.stop_ids == {end, 262}
+    assert other.stop_ids == {end, 262} and other.processor.chat_values() == {}
     drawn = [other.generate([PROMPTS[0]], SamplingParams(max_tokens=9, seed=s))[0] for s in (1, 2)]
     wanted = [
         llm.generate([PROMPTS[0]], SamplingParams(max_tokens=9, seed=s, temperature=1))[0]

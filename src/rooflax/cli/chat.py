@@ -18,6 +18,7 @@ from rooflax.cli.statistics import Speed
 from rooflax.cli.wrapping import LineWrapper
 from rooflax.conversation import Conversation
 from rooflax.errors import CheckpointError, EngineError, RequestError, RooflaxError
+from rooflax.fields.sampling import CHAT_SAMPLING
 from rooflax.loading.harmony import FINAL, HarmonyFilter, speaks_harmony
 from rooflax.models.presets import CHAT_NAME
 from rooflax.nn.execution import gib
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
 
 SUMMARY = "a conversation in the terminal"
 DEFAULT_MAX_TOKENS = 512
-SAMPLING = {"temperature": 0.7, "top_p": 0.9}
-"""Where neither the flags nor the checkpoint say any: drawn from all tokens at temperature 1, what
-small models say makes no sense."""
 DEMO = (
     "it explains Python's built-ins, writes small functions and JSON, spells words, and knows no "
     "facts"
@@ -57,7 +55,7 @@ def add_flags(parser: Parser) -> None:
         "--url", metavar="URL", help="URL of an OpenAI-compatible server; MODEL is a name there"
     )
     group.add_argument("--api-key", metavar="KEY", help="default ROOFLAX_API_KEY")
-    flags.add_sampling(parser, max_tokens=DEFAULT_MAX_TOKENS, samples=False, unset=SAMPLING)
+    flags.add_sampling(parser, max_tokens=DEFAULT_MAX_TOKENS, samples=False, unset=CHAT_SAMPLING)
     flags.add_max_model_len(parser, help="longest conversation in tokens")
     flags.add_precision(parser)
     flags.add_weights_budget(parser)
@@ -77,11 +75,9 @@ def run(args: argparse.Namespace) -> int:
     args.model = args.model or CHAT_NAME
     llm = open_llm(args)
     _check_flags_fit(llm, args)
-    said = llm.processor.defaults
-    if not said.sampling and said.do_sample is None and args.generation_config != "none":
-        missing = [name for name in SAMPLING if getattr(params, name) is None]
-        params = replace(params, **{name: SAMPLING[name] for name in missing})
-    chat = Chat(Conversation(llm, args.system), params)
+    usual = llm.processor.chat_values()
+    unset = {name: usual[name] for name in usual if getattr(params, name) is None}
+    chat = Chat(Conversation(llm, args.system), replace(params, **unset))
     if not args.quiet:
         _greet(chat.conversation)
     has_failed = False

@@ -334,4 +334,6 @@ OFF = {name: one.off_value for name, one in SAMPLING.items() if one.is_drawn}
 """What turns each field off that is about draws: beams have all of them off."""
 UNSET = {name: one.unset for name, one in SAMPLING.items() if one.unset is not None}
 """What the sampler takes where neither a request nor a checkpoint says anything."""
+CHAT_SAMPLING: Mapping[str, float] = {"temperature": 0.7, "top_p": 0.9}
+"""What a person's chat takes instead: at 1 and 1 small models make no sense."""
 OF_CHECKPOINT = tuple(name for name, one in SAMPLING.items() if one.checkpoint is not None)

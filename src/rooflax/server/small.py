@@ -232,6 +232,7 @@ async def props(service: Service, request: Request) -> Response:
     return Json(
         {
             "default_generation_settings": settings,
+            "chat_settings": llm.processor.chat_values(),
             "settings": SETTINGS,
             "total_slots": service.slots,
             "model_alias": service.names[0],

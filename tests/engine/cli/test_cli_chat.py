@@ -12,8 +12,8 @@ from tokenizers import Tokenizer as Backend
 from rooflax.cli import chat
 from rooflax.conversation import Conversation
 from rooflax.errors import CheckpointError, RequestError
+from rooflax.fields.sampling import CHAT_SAMPLING
 from rooflax.llm import Completion, Delta
-from rooflax.loading.generation_config import GenerationDefaults
 from rooflax.loading.harmony import HarmonyFilter, speaks_harmony
 from rooflax.loading.tokenizer import Tokenizer
 
@@ -79,7 +79,7 @@ class FakeLLM:
         self.tokenizer, self.answers = tokenizer, list(answers)
         self.max_model_len, self.asked = max_model_len, []
         self.info = SimpleNamespace(name="fake")
-        self.processor = SimpleNamespace(defaults=GenerationDefaults(do_sample=True))
+        self.processor = SimpleNamespace(chat_values=dict)
 
     def encode(self, text):
         return self.tokenizer.encode(text)
@@ -161,21 +161,16 @@ def test_a_slash_without_a_word_is_no_command(talk, harmony, text):
 
 
 @pytest.mark.parametrize(
-    ("flags", "defaults", "used"),
+    ("flags", "used"),
     [
-        ([], GenerationDefaults(), (0.7, 0.9)),
-        (["--temperature", "0.2"], GenerationDefaults(), (0.2, 0.9)),
-        (["--temp", "1", "--top-p", "1"], GenerationDefaults(), (1.0, 1.0)),
-        (["--generation-config", "none"], GenerationDefaults(), (None, None)),
-        ([], GenerationDefaults({"temperature": 0.6}), (None, None)),
-        ([], GenerationDefaults(do_sample=True), (None, None)),
+        ([], (0.7, 0.9)),
+        (["--temperature", "0.2"], (0.2, 0.9)),
+        (["--temp", "1", "--top-p", "1"], (1.0, 1.0)),
     ],
 )
-def test_a_checkpoint_that_says_nothing_is_sampled_as_chats_are(
-    talk, harmony, flags, defaults, used
-):
+def test_a_chat_is_sampled_as_chats_are_where_nobody_says_how(talk, harmony, flags, used):
     llm = FakeLLM(harmony, ["<|message|>ok"])
-    llm.processor.defaults = defaults
+    llm.processor.chat_values = lambda: CHAT_SAMPLING
     assert talk(llm, *flags, stdin=b"hi\n").code == 0
     assert (llm.params.temperature, llm.params.top_p) == used
 

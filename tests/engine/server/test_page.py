@@ -146,6 +146,7 @@ def test_props_say_what_the_page_needs(live, llm):
     assert found["n_ctx"] == llm.max_model_len and found["chat_template_caps"]["tools"]
     assert found["chat_template_caps"]["efforts"] == []
     assert found["default_generation_settings"]["temperature"] == 0.0
+    assert found["chat_settings"] == {}  # the checkpoint says how it is sampled
     assert found["settings"]["temperature"]["maximum"] == 2
     assert found["settings"]["seed"]["type"] == "integer"
 
@@ -315,6 +316,19 @@ def test_settings_are_those_of_props_and_are_sent(page, scripted):
     page.reload()
     page.wait_for_selector("#seed", state="attached")
     assert page.input_value("#seed") == "7" and page.input_value("#system") == "Be brief."
+
+
+def test_a_chat_is_sampled_as_chats_are_where_nobody_says_how(page, scripted):
+    change_props(page, chat_settings={"temperature": 0.7, "top_p": 0.9})
+    page.reload()
+    ready(page)
+    press(page, "Settings")
+    assert page.get_attribute("#temperature", "placeholder") == "0.7"
+    page.fill("#top_p", "0.5")
+    press(page, "Close")
+    ask(page, "Hi")
+    params = scripted.asked[-1][1]
+    assert (params.temperature, params.top_p) == (0.7, 0.5)
 
 
 def test_efforts_are_offered_where_the_template_tells_them_apart(page):

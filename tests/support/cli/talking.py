@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 from rooflax.cli import chat
 from rooflax.cli.main import main
-from rooflax.loading.generation_config import GenerationDefaults
 from rooflax.models.presets import CHAT_NAME
 
 SLOW = "slow"
@@ -26,7 +25,7 @@ class Echo:
 
     max_model_len = 100_000
     info = SimpleNamespace(name=CHAT_NAME, config=SimpleNamespace(num_parameters=4_676_352))
-    processor = SimpleNamespace(defaults=GenerationDefaults())
+    processor = SimpleNamespace(chat_values=dict)
     tokenizer = SimpleNamespace(chat_template="x", convert_token_to_id=lambda token: None)
 
     def encode_chat(self, messages):

@@ -370,7 +370,10 @@ function readTools(source) {
 function request(one, node) {
   const { system, tools, effort, numbers } = one.settings, caps = props.chat_template_caps;
   const body = { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
-  for (const name of Object.keys(props.settings)) if (numbers[name]) body[name] = Number(numbers[name]);
+  for (const name of Object.keys(props.settings)) {
+    const value = numbers[name] || props.chat_settings[name];
+    if (value) body[name] = Number(value);
+  }
   const said = messages(one, node.parent);
   if (!caps.chat) return ["v1/completions",
     { max_tokens: COMPLETION_TOKENS, ...body, prompt: said.map((each) => each.content).join("\n") }];
@@ -831,7 +834,7 @@ function drawNumbers() {
   $("numbers").replaceChildren(...Object.entries(props.settings).map(([name, schema]) => {
     const words = name.replaceAll("_", " ");
     const input = make("input", { id: name, type: "number", title: schema.description,
-      placeholder: given[name] ?? "", step: schema.type === "integer" ? 1 : 0.05 });
+      placeholder: props.chat_settings[name] ?? given[name] ?? "", step: schema.type === "integer" ? 1 : 0.05 });
     const low = schema.minimum ?? schema.exclusiveMinimum;
     if (Number.isSafeInteger(low)) input.min = low;
     if (Number.isSafeInteger(schema.maximum)) input.max = schema.maximum;

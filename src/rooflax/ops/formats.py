@@ -11,6 +11,7 @@ a layer by their names in LLaMA's checkpoints: q, k, v, o, gate, up and down.
 
 from __future__ import annotations
 
+import re
 from collections import ChainMap
 from dataclasses import dataclass
 
@@ -142,8 +143,11 @@ def _resolved(part: str, whole: str) -> str:
     resolved = ALIASES.get(part, part)
     if resolved not in FORMATS and resolved not in CPU_FORMATS:
         names = ", ".join((*ALIASES, *FORMATS, *CPU_FORMATS))
+        of_gguf = re.match(r"(?i)i?q\d", part) is not None
+        hint = " (a type of GGUF files is for rooflax quantize --gguf)" if of_gguf else ""
         raise RequestError(
-            f"quantize is {whole!r}; it must be one of {names}, or several as in int4+head=int8.",
+            f"quantize is {whole!r}{hint}; it must be one of {names}, or several as in "
+            f"int4+head=int8.",
             param="quantize",
         )
     return resolved

@@ -67,6 +67,8 @@ ELSEWHERE = {
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of writing, which come without a name."""
+_TEMPORARY = re.compile(r"(^|/)\.[^/]*\.[0-9a-f]{12}\.tmp(/|$)")
+"""What is written beside an output, and takes its place."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -209,6 +211,8 @@ def _explain(error: BaseException, flags: Mapping[str, str], output: str | None)
     if isinstance(error, OSError):
         reason = error.strerror or text or type(error).__name__
         where = error.filename or (output if error.errno in OF_DISKS else None)
+        if output is not None and _TEMPORARY.search(str(where)):
+            where = output
         return FAILED, f"{reason}: {where}" if where else reason
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
         return FAILED, f"out of memory: {text[:300] or 'nothing is left to allocate'}"

@@ -95,6 +95,8 @@ def test_wrong_arguments_are_one_sentence_and_code_2(rooflax, argv, said):
         (FileExistsError(errno.EEXIST, "File exists", "out"), 2, "out/x cannot be written: a file"),
         (NotADirectoryError(errno.ENOTDIR, "Not a directory", "out"), 2, "a file is in the place"),
         (OSError(errno.EPERM, "Operation not permitted"), 1, "rooflax: Operation not permitted\n"),
+        (OSError(errno.ENOENT, "No file", "out/.x.0123456789ab.tmp"), 1, "No file: out/x\n"),
+        (OSError(errno.ENOENT, "No file", "in/.x.tmp"), 1, "No file: in/.x.tmp\n"),
     ],
 )
 def test_an_error_of_the_system_names_the_output(rooflax, monkeypatch, error, code, said):

@@ -13,6 +13,7 @@ from rooflax.cli import terminal
 from rooflax.conversation import Conversation, Turn
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import OTHER_NAMES, RequestError, did_you_mean
+from rooflax.fields.sampling import SAMPLING
 from rooflax.files import only_writer, read_regular, replacing
 from rooflax.inputs import FIELDS
 
@@ -75,6 +76,8 @@ class Chat:
                     f"{part!r} is no sampling parameter{did_you_mean(name, FIELDS)}; write "
                     f"NAME=VALUE, as in temperature=0.7."
                 )
+            if SAMPLING[name].per_prompt:
+                raise RequestError(f"{name} is not for a chat, whose turns have one answer each.")
             changes[name] = _value(value)
         self.params = replace(self.params, **changes)
         plain = SamplingParams()
@@ -117,7 +120,7 @@ class Chat:
         if system is not None and not self.conversation.has_template:
             raise RequestError(f"{path} has a system message, and the model has no chat template.")
         self.conversation.system, self.conversation.turns = system, turns
-        terminal.say(f"{len(turns)} turns are loaded.")
+        terminal.say(f"{len(turns)} turn{'' if len(turns) == 1 else 's'} loaded.")
 
 
 _COMMANDS: dict[str, Callable[[Chat, str], str | None]] = {

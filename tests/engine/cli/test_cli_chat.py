@@ -187,6 +187,8 @@ def test_a_chat_is_sampled_as_chats_are_where_nobody_says_how(talk, harmony, fla
         ("/model qwen", "/model is no command: a conversation keeps its model"),
         ("/save", "/save needs the name of a file."),
         ("/load", "/load needs the name of a file."),
+        ("/params n=3", "n is not for a chat, whose turns have one answer each."),
+        ("/params num_beams=2", "num_beams is not for a chat"),
     ],
 )
 def test_commands_of_other_chats_work_or_name_what_there_is_here(talk, harmony, line, said):
@@ -203,7 +205,6 @@ def test_commands_of_other_chats_work_or_name_what_there_is_here(talk, harmony, 
         ("--top-k=5", "top_k", 5),
         ("repeat_penalty=1.5", "repetition_penalty", 1.5),
         ("num_predict=5", "max_tokens", 5),
-        ("n=1", "n", 1),
     ],
 )
 def test_parameters_have_the_names_that_are_usual(talk, harmony, said, name, value):

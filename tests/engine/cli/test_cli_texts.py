@@ -183,7 +183,7 @@ def test_commands_of_a_chat(rooflax, tmp_path):
     assert saved["messages"][0] == {"role": "user", "content": "hello"}
     assert saved["messages"][1]["role"] == "assistant"
     assert "temperature=0.5" in ran.err and "top_k=3" in ran.err
-    assert "exists; /save" in ran.err and "1 turns are loaded" in ran.err
+    assert "exists; /save" in ran.err and "1 turn loaded" in ran.err
     assert "/nothing is no command; /help" in ran.err
     assert "'heat=1' is no sampling parameter" in ran.err
     assert "system message needs a chat template" in ran.err

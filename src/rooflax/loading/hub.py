@@ -86,9 +86,7 @@ def resolve(model: str, *, revision: str | None = None, offline: bool = False) -
             f"{model} is a file; give the folder of the checkpoint, or a .gguf file"
         )
     named = _HUB_ID.fullmatch(model)
-    of_hub = re.match(r"(?:https?://)?(?:huggingface|hf)\.co/([^/]+/[^/?#]+)", model)
-    if of_hub:
-        raise CheckpointError(f"a model of the hub is named as owner/name, here {of_hub[1]}.")
+    _reject_address(model)
     if not named:
         raise CheckpointError(
             f"no such folder or file: {model} (a model on the hub is given as owner/name, such as "
@@ -104,6 +102,12 @@ def resolve(model: str, *, revision: str | None = None, offline: bool = False) -
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
         repo.reject_unnamed(repo.names())
     return folder
+
+
+def _reject_address(model: str) -> None:
+    of_hub = re.match(r"(?:https?://)?(?:huggingface|hf)\.co/([^/]+/[^/?#]+)", model)
+    if of_hub:
+        raise CheckpointError(f"a model of the hub is named as owner/name, here {of_hub[1]}.")
 
 
 @contextlib.contextmanager
@@ -127,6 +131,8 @@ def headers(
     is_here = os.path.exists(os.path.expanduser(model))
     if is_url and (offline or revision is not None):
         raise CheckpointError(f"{model:.200} is a URL, which has no revision and is not cached.")
+    if is_url and "/resolve/" not in model:
+        _reject_address(model)
     if is_here or not (is_url or named) or offline:
         yield None
         return

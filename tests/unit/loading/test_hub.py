@@ -79,6 +79,9 @@ def test_local_folder_is_itself(tmp_path, download):
 def test_an_address_of_the_hub_is_answered_with_its_id(model, named, download):
     with pytest.raises(CheckpointError, match=f"is named as owner/name, here {named}\\.$"):
         hub.resolve(model)
+    if model.startswith("https://"):
+        with pytest.raises(CheckpointError, match=f"here {named}"), hub.headers(model):
+            pass
     assert not download.calls
 
 

@@ -30,21 +30,26 @@ double TimeThreads(int num_threads, const std::function<void(int)>& work) {
   std::atomic<int> ready{0};
   std::atomic<bool> go{false};
   std::vector<std::thread> threads;
+  std::vector<Clock::time_point> ends(static_cast<size_t>(num_threads));
+  const auto run = [&](int t) {
+    work(t);
+    ends[static_cast<size_t>(t)] = Clock::now();
+  };
   for (int t = 1; t < num_threads; ++t) {
     threads.emplace_back([&, t] {
       ready.fetch_add(1);
       while (!go.load(std::memory_order_acquire)) {
       }
-      work(t);
+      run(t);
     });
   }
   while (ready.load() != num_threads - 1) {
   }
   const auto start = Clock::now();
   go.store(true, std::memory_order_release);
-  work(0);
+  run(0);
   for (auto& thread : threads) thread.join();
-  return std::chrono::duration<double>(Clock::now() - start).count();
+  return std::chrono::duration<double>(*std::max_element(ends.begin(), ends.end()) - start).count();
 }
 
 // Keeps a value from being optimised away.
@@ -190,7 +195,8 @@ __attribute__((target("avx512f,avx512vnni"))) double MultiplyInt8Avx512(size_t i
 __attribute__((target("avx512f,avx512vnni"))) double MultiplyGroupsAvx512(size_t iterations) {
   __m512 totals[kAccumulators];
   for (auto& total : totals) total = _mm512_setzero_ps();
-  const __m512i a = _mm512_set1_epi8(3), start = _mm512_setzero_si512();
+  const __m512i start = _mm512_setzero_si512();
+  __m512i a = _mm512_set1_epi8(3);
   const __m512 scale = _mm512_set1_ps(0.001f);
   for (size_t i = 0; i < iterations; ++i) {
     __m512i sums[kAccumulators];
@@ -199,7 +205,7 @@ __attribute__((target("avx512f,avx512vnni"))) double MultiplyGroupsAvx512(size_t
 #pragma GCC unroll 8
     for (int step = 0; step < kSteps; ++step) {
 #pragma GCC unroll 12
-      for (int j = 0; j < kAccumulators; ++j) sums[j] = _mm512_dpbusd_epi32(sums[j], a, a);
+      for (int j = 0; j < kAccumulators; ++j) sums[j] = _mm512_dpbusd_epi32(sums[j], a, Unknown(a));
     }
 #pragma GCC unroll 12
     for (int j = 0; j < kAccumulators; ++j) {
@@ -266,6 +272,9 @@ __attribute__((target("avx2,fma"))) double MultiplyInt8GroupsAvx2(size_t iterati
   return 2.0 * 32 * kSteps * kFew * static_cast<double>(iterations);
 }
 
+// Float32 by bfloat16: with instructions for bfloat16 a number is the sum of so many.
+double MultiplyTermsAvx512(size_t iterations) { return MultiplyBfloat16Avx512(iterations) / rooflax::kMostTerms; }
+
 #if !defined(ROOFLAX_WITHOUT_TILES)
 // Tiles of AMX: four of sums, two of rows and two of weights, 16 rows by 16 columns by 64 bytes.
 template <typename Add>
@@ -298,6 +307,50 @@ double MultiplyBfloat16Tiles(size_t iterations) {
     rooflax::AddBfloat16<2, 5, 6>();
     rooflax::AddBfloat16<3, 5, 7>();
   });
+}
+
+double MultiplyTermsTiles(size_t iterations) { return MultiplyBfloat16Tiles(iterations) / rooflax::kMostTerms; }
+
+// Groups: the sums of 32 products leave the tiles and are scaled, while the next ones are computed.
+template <int kTurn>
+inline void SumGroup(int32_t (&sums)[16][16]) {
+  rooflax::ZeroTile<kTurn>();
+  rooflax::AddSignedBytes<kTurn, 4 + kTurn % 2, 6 + kTurn % 2>();
+  rooflax::StoreTile<kTurn>(sums, 64);
+}
+
+__attribute__((target("avx512f"))) double MultiplyGroupsTiles(size_t iterations) {
+  constexpr int kTurns = 4, kTall = 16;
+  rooflax::TileShapes shapes;
+  for (int tile = 0; tile < 4; ++tile) shapes.Set(tile, kTall, 64);
+  for (int tile = 4; tile < 6; ++tile) shapes.Set(tile, kTall, 32);
+  for (int tile = 6; tile < 8; ++tile) shapes.Set(tile, 8, 64);
+  const rooflax::ConfiguredTiles configured(shapes);
+  alignas(64) static constexpr uint8_t kZeros[1024] = {};
+  rooflax::LoadTile<4>(kZeros, 32);
+  rooflax::LoadTile<5>(kZeros, 32);
+  rooflax::LoadTile<6>(kZeros, 64);
+  rooflax::LoadTile<7>(kZeros, 64);
+  alignas(64) int32_t sums[2][kTurns][kTall][16] = {};
+  __m512 totals[kTall];
+  for (auto& total : totals) total = _mm512_setzero_ps();
+  const __m512 scale = _mm512_set1_ps(0.001f);
+  for (size_t i = 0; i < iterations; ++i) {
+    auto& next = sums[i % 2];
+    SumGroup<0>(next[0]);
+    SumGroup<1>(next[1]);
+    SumGroup<2>(next[2]);
+    SumGroup<3>(next[3]);
+    for (const auto& group : sums[1 - i % 2]) {
+#pragma GCC unroll 16
+      for (int m = 0; m < kTall; ++m) {
+        const auto sum = (__v16si)_mm512_load_si512(group[m]);
+        totals[m] = _mm512_fmadd_ps(__builtin_convertvector(sum, __m512), scale, totals[m]);
+      }
+    }
+  }
+  for (auto& total : totals) Keep(total);
+  return 2.0 * kTurns * kTall * 16 * 32 * static_cast<double>(iterations);
 }
 #endif
 
@@ -347,18 +400,21 @@ ReadLoop ChooseRead() {
 std::vector<MultiplyLoop> MultiplyLoops(const std::string& what) {
 #if defined(__x86_64__)
   const bool is_int8 = what == "int8", is_int8_groups = what == "int8-g32";
-  const bool is_int4 = what == "int4", is_mxfp4 = what == "mxfp4";
+  const bool is_int4 = what == "int4", is_mxfp4 = what == "mxfp4", is_terms = what == "float32xbfloat16";
   std::vector<MultiplyLoop> found;
 #if !defined(ROOFLAX_WITHOUT_TILES)
   if (rooflax::HasTiles()) {
     if (is_int8) found.push_back(MultiplyInt8Tiles);
+    if (is_int8_groups || is_int4 || is_mxfp4) found.push_back(MultiplyGroupsTiles);
     if (what == "bfloat16") found.push_back(MultiplyBfloat16Tiles);
+    if (is_terms) found.push_back(MultiplyTermsTiles);
   }
 #endif
   if (__builtin_cpu_supports("avx512f")) {
     found.push_back(MultiplyFloat32Avx512);
-    if (what == "bfloat16" && __builtin_cpu_supports("avx512bf16")) {
-      found.push_back(MultiplyBfloat16Avx512);
+    if (__builtin_cpu_supports("avx512bf16")) {
+      if (what == "bfloat16") found.push_back(MultiplyBfloat16Avx512);
+      if (is_terms) found.push_back(MultiplyTermsAvx512);
     }
     if (__builtin_cpu_supports("avx512vnni")) {
       if (is_int8) found.push_back(MultiplyInt8Avx512);
@@ -401,21 +457,24 @@ __attribute__((visibility("default"))) double rooflax_read_bandwidth(const void*
   return read_bytes / seconds;
 }
 
-// Operations per second (a multiply-add is two) in registers, over so many of them per thread, in the
-// fastest way that is exact for `what`: "float32", "bfloat16", "int8", "int8-g32", "int4" or "mxfp4". Of
+// Operations per second (a multiply-add is two) in registers, in readings of so many seconds, in the fastest way
+// that is exact for `what`: "float32", "float32xbfloat16", "bfloat16", "int8", "int8-g32", "int4" or "mxfp4". Of
 // some readings the best, as a thread that has to wait lowers one.
-__attribute__((visibility("default"))) double rooflax_multiply_rate(const char* what, int num_threads, double operations) {
+__attribute__((visibility("default"))) double rooflax_multiply_rate(const char* what, int num_threads, double seconds) {
   constexpr int kReadings = 8;
+  constexpr size_t kProbe = 1000;
   std::vector<double> done(static_cast<size_t>(num_threads));
   double best = 0;
   for (const MultiplyLoop multiply : MultiplyLoops(what)) {
-    const auto iterations = static_cast<size_t>(operations / multiply(1)) + 1;
+    multiply(kProbe);
+    const double probe = TimeThreads(1, [&](int) { multiply(kProbe); });
+    const auto iterations = static_cast<size_t>(seconds / probe * kProbe) + 1;
     for (int reading = 0; reading < kReadings; ++reading) {
-      const double seconds = TimeThreads(
+      const double took = TimeThreads(
           num_threads, [&](int t) { done[static_cast<size_t>(t)] = multiply(iterations); });
       double all = 0;
       for (double one : done) all += one;
-      best = std::max(best, all / seconds);
+      best = std::max(best, all / took);
     }
   }
   return best;

@@ -134,11 +134,14 @@ class Comparison:
         ours = next((c for c in columns if c.engine.name == OURS), None)
         if ours is None:  # there is nothing to compare, nor a count of bytes
             return
-        read = reader(ours.opened)
+        own = (ours.opened["dtype"],)
+        of_peers = plan.PEERS_MULTIPLY.get(width, own)
+        reads = {each: reader(ours.opened, each) for each in {own, of_peers}}
         for number in range(self.args.rounds):
             order = columns if number % 2 == 0 else columns[::-1]
             for column in [c for c in order if number < c.rounds]:
                 try:
+                    read = reads[own if column is ours else of_peers]
                     column.trials.append(trial(column.engine, read, [c.engine for c in columns]))
                 except EngineFailed as error:
                     self._problem(f"{model} {width} {job.name}: {error}")
@@ -180,12 +183,12 @@ def excuse_the_slow(job: Job, columns: list[Column]) -> None:
             column.rounds = min(SLOW_ROUNDS, column.rounds)
 
 
-def reader(opened: dict[str, Any]) -> Any:
-    """Reads the ceilings for what a job reads and multiplies."""
+def reader(opened: dict[str, Any], multiplied: tuple[str, ...]) -> Any:
+    """Reads the ceilings for what a job reads, and an engine multiplies."""
     from rooflax.bench.ceilings import ceiling_reader
 
     cost = opened["costs"]["decode"]
-    return ceiling_reader(cost["weight_bytes"] + cost["kv_bytes"], opened["dtype"])
+    return ceiling_reader(cost["weight_bytes"] + cost["kv_bytes"], *multiplied)
 
 
 def trial(engine: EngineProcess, read: Any, engines: Sequence[EngineProcess]) -> dict[str, Any]:

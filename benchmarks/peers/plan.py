@@ -33,6 +33,10 @@ FORMATS = {
     "onnxruntime-genai": {"int4": "int4"},
 }
 
+PEERS_MULTIPLY = {"bf16": ("bfloat16",), "int4": ("int4", "int8"), FILE: ("int4", "int8")}
+"""What engines of a width may multiply, where it is not what rooflax does: bfloat16 by bfloat16,
+and codes with coarser scales; of several the ceiling is the fastest."""
+
 PROMPT_TOKENS = 64
 NEW_TOKENS, QUICK_NEW_TOKENS = 64, 32
 BATCHES, QUICK_BATCHES = (1, 4, 8, 16), (1, 8)

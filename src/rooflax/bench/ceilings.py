@@ -8,7 +8,6 @@ call with its dispatch in the clock would read too low, and shares would be too 
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -29,8 +28,10 @@ from rooflax.ops.weights.blocks import Block
 SMALLEST_BUFFER, LARGEST_BUFFER = 1 << 20, 1 << 29
 READ_BYTES = 1 << 29
 """Bytes that one reading of a CPU's bandwidth reads, in as many passes as that takes."""
-MULTIPLY_OPERATIONS = 5e7
-"""Per thread and reading of a CPU."""
+MULTIPLY_S = 2e-4
+"""Of one reading of a CPU's products."""
+TERMS = "float32xbfloat16"
+"""Matmuls of float32 by bfloat16: instructions for bfloat16 take such rows as sums of three."""
 CODES = frozenset(format.code for format in KNOWN.values() if format.quantizes_activations)
 """Matmuls with int8 activations; how fast they can be is the code's."""
 CPU_MATRIX, DEVICE_MATRIX = 1024, 8192
@@ -58,17 +59,18 @@ class Ceiling:
     buffer_bytes: int
 
 
-def ceiling_reader(working_set: int, multiplied: str) -> Callable[[], Ceiling]:
+def ceiling_reader(working_set: int, *multiplied: str) -> Callable[[], Ceiling]:
     """A call that reads the ceilings; buffers and programs are made here, outside any clock.
 
     Args:
         working_set: bytes that a step reads; a set smaller than the last-level cache gets the
             bandwidth of a buffer of its own size.
-        multiplied: a dtype, or the code of a format whose activations are int8.
+        multiplied: a dtype, TERMS, or the code of a format whose activations are int8; of several
+            the fastest.
     """
     size = min(max(working_set, SMALLEST_BUFFER), LARGEST_BUFFER)
     if jax.default_backend() != "cpu":
-        dtype = "int8" if multiplied in CODES else multiplied
+        dtype = {**dict.fromkeys(CODES, "int8"), TERMS: "float32"}.get(multiplied[0], multiplied[0])
         free = free_bytes()
         size = DEVICE_BUFFER if free is None else min(DEVICE_BUFFER, free // 4)
         read = device_reader(size, DEVICE_MATRIX, dtype)
@@ -78,14 +80,6 @@ def ceiling_reader(working_set: int, multiplied: str) -> Callable[[], Ceiling]:
         read = partial(_read_native, _declare(library), np.ones(size // 8, np.uint64), multiplied)
     read()  # touches every page and compiles
     return read
-
-
-def num_threads() -> int:
-    """Threads that XLA's CPU client uses: PJRT_NPROC, else the affinity mask."""
-    stated = os.environ.get("PJRT_NPROC", "")
-    if stated.isdigit() and int(stated) > 0:
-        return int(stated)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -98,14 +92,14 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
-def _read_native(library: ctypes.CDLL, buffer: np.ndarray, multiplied: str) -> Ceiling:
-    threads, passes = num_threads(), max(1, READ_BYTES // buffer.nbytes)
+def _read_native(library: ctypes.CDLL, buffer: np.ndarray, multiplied: tuple[str, ...]) -> Ceiling:
+    threads, passes = native.num_threads(), max(1, READ_BYTES // buffer.nbytes)
     address = buffer.ctypes.data
     read = max(
         library.rooflax_read_bandwidth(address, buffer.nbytes, threads, from_four, passes)
         for from_four in (False, True)
     )
-    rate = multiply_rate(library, multiplied, threads)
+    rate = max(multiply_rate(library, each, threads) for each in multiplied)
     return Ceiling(read / 1e9, rate, "native", buffer.nbytes)
 
 
@@ -120,7 +114,7 @@ def multiply_rate(library: ctypes.CDLL, multiplied: str, threads: int) -> float:
         multiplied = "int4" if linear else "int8-g32"
     elif kind.rotates_inputs:  # once a row, before it is multiplied as int8
         multiplied = "int8"
-    return library.rooflax_multiply_rate(multiplied.encode(), threads, MULTIPLY_OPERATIONS)
+    return library.rooflax_multiply_rate(multiplied.encode(), threads, MULTIPLY_S)
 
 
 def _xla_reader(size: int, matrix: int) -> Callable[[], Ceiling]:

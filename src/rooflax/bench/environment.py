@@ -6,13 +6,11 @@ import importlib.metadata
 import os
 import platform
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import jax
 
 import rooflax
-from rooflax.bench.ceilings import num_threads
 from rooflax.nn.host_memory import available_bytes
 from rooflax.ops import native
 
@@ -28,7 +26,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "system": platform.platform(),
         "cpu": processor(),
-        "threads": num_threads(),
+        "threads": native.num_threads(),
         "device": f"{device.platform}: {device.device_kind}",
         "num_devices": jax.device_count(),
         "memory_available_bytes": available_bytes(),
@@ -52,22 +50,10 @@ def processor() -> str:
 
 def cpu_name() -> str:
     """The processor as the kernel names it."""
-    return _cpuinfo("model name") or platform.processor() or platform.machine()
+    return native.cpuinfo("model name") or platform.processor() or platform.machine()
 
 
 def clock_mhz() -> float | None:
     """The first core's clock right now, where the kernel says it."""
-    value = _cpuinfo("cpu MHz")
+    value = native.cpuinfo("cpu MHz")
     return float(value) if value else None
-
-
-def _cpuinfo(field: str) -> str | None:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return None
-    for line in text.splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() == field:
-            return value.strip()
-    return None

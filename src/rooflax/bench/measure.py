@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rooflax.bench.ceilings import Ceiling, ceiling_reader
+from rooflax.bench.ceilings import TERMS, Ceiling, ceiling_reader
 from rooflax.bench.counting import StepCost, decode_cost, prefill_cost
 from rooflax.bench.environment import machine_state
 from rooflax.bench.statistics import Summary, doubts
@@ -34,14 +34,14 @@ from rooflax.ops.kernels import ran
 
 
 def multiplied_as(storage: Storage) -> str:
-    """Operand type of most matmuls, whose rate is the compute ceiling.
+    """What most matmuls multiply, whose rate is the compute ceiling.
 
-    Formats that round multiply their code by int8; other weights are upcast to the activations as
-    they are read.
+    Formats that round multiply their code by int8; weights that stay in bfloat16 meet float32, and
+    others are upcast to the activations as they are read.
     """
     if format := KNOWN.get(format_of(storage.format)):
         return format.code if format.quantizes_activations else storage.dtype
-    return "float32" if storage.keeps_bfloat16 else storage.dtype
+    return TERMS if storage.keeps_bfloat16 else storage.dtype
 
 
 def measure(work: Workload) -> dict[str, Any]:

@@ -161,7 +161,7 @@ def block_packer() -> Callable[[str, np.ndarray, int, np.ndarray, np.ndarray], b
         ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p,
         ctypes.c_void_p, ctypes.c_int,
     ]  # fmt: skip
-    threads = _num_threads()
+    threads = num_threads()
 
     def pack(
         kind: str, rows: np.ndarray, groups: int, values: np.ndarray, scales: np.ndarray
@@ -186,7 +186,7 @@ def pack_pairs(matrix: np.ndarray, to: np.ndarray) -> bool:
         ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int,
     ]  # fmt: skip
     matrix = np.ascontiguousarray(matrix)
-    function(matrix.ctypes.data, *matrix.shape, to.ctypes.data, _num_threads())
+    function(matrix.ctypes.data, *matrix.shape, to.ctypes.data, num_threads())
     return True
 
 
@@ -195,11 +195,12 @@ def prefers_pairs() -> bool:
     return is_ready() and instruction_set() == "amx"
 
 
-def _num_threads() -> int:
-    """As many as the process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def num_threads() -> int:
+    """Threads that XLA's CPU client uses: PJRT_NPROC, else the affinity mask."""
+    stated = os.environ.get("PJRT_NPROC", "")
+    if stated.isdigit() and int(stated) > 0:
+        return int(stated)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def rotator() -> Callable[[np.ndarray], np.ndarray] | None:
@@ -239,7 +240,7 @@ def encoder(code: str) -> Callable[[np.ndarray], tuple[np.ndarray, np.ndarray, n
         codes = np.empty(values.shape, np.uint8)
         scales, largest = np.empty((2, len(values)), np.float32)
         arrays = (array.ctypes.data for array in (codes, scales, largest))
-        function(values.ctypes.data, len(values), *arrays, _num_threads())
+        function(values.ctypes.data, len(values), *arrays, num_threads())
         return codes, scales, largest
 
     return encode
@@ -259,3 +260,16 @@ def force_instruction_set(name: str) -> bool:
     it."""
     library = load()
     return library is not None and bool(library.rooflax_force_instruction_set(name.encode()))
+
+
+def cpuinfo(field: str) -> str | None:
+    """What Linux says of the first core, as its "model name" or "flags"."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return None
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == field:
+            return value.strip()
+    return None

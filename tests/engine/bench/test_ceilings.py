@@ -14,13 +14,51 @@ from tests.support.bench.samples import CEILING, trial
 pytestmark = pytest.mark.oldest_jax
 
 
-def test_a_format_that_rounds_has_the_ceiling_of_its_code():
-    wanted = {
-        "w8a8": "int8", "w8a8-g32": "int8-g32", "w4a8": "int4", "mxfp4-a8": "mxfp4",
-        "w4a16": "bfloat16", "fp8-a16": "bfloat16", "w4a8+head=w8a8": "int4",
-    }  # fmt: skip
-    for name, code in wanted.items():
-        assert multiplied_as(Storage("bfloat16", name)) == code
+@pytest.mark.parametrize(
+    ("storage", "multiplied"),
+    [
+        (Storage("float32"), "float32"),
+        (Storage("bfloat16"), "bfloat16"),
+        (Storage("float32", keeps_bfloat16=True), ceilings.TERMS),
+        (Storage("bfloat16", "w4a16"), "bfloat16"),
+        (Storage("float32", "w4a16"), "float32"),
+        (Storage("bfloat16", "fp8-a16"), "bfloat16"),
+        *(
+            (Storage("bfloat16", name), code)
+            for name, code in {
+                "w8a8": "int8", "w8a8-h64": "int8-h64", "w8a8-g32": "int8-g32", "w4a8": "int4",
+                "mxfp4-a8": "mxfp4", "iq4_nl": "iq4_nl", "w6a8": "int6", "q4_k": "q4_k",
+                "w4a8+head=w8a8": "int4",
+            }.items()
+        ),
+    ],
+)  # fmt: skip
+def test_a_format_has_the_ceiling_of_what_it_multiplies(storage, multiplied):
+    assert multiplied_as(storage) == multiplied
+
+
+@pytest.mark.parametrize(
+    ("multiplied", "loop"),
+    {
+        **{name: name for name in ("float32", ceilings.TERMS, "bfloat16", "mxfp4", "int8")},
+        **dict.fromkeys(("int4", "q2_k", "q3_k", "q4_1", "q4_k", "int4-z64"), "int4"),
+        **dict.fromkeys(("int8-g32", "q5_0", "q6_k", "int6", "iq4_nl", "iq4_xs"), "int8-g32"),
+        "int8-h64": "int8",
+    }.items(),
+)
+def test_a_ceiling_is_the_loop_that_multiplies_the_same(multiplied, loop):
+    asked = []
+
+    class Library:
+        def rooflax_multiply_rate(self, what, *_):
+            asked.append(what.decode())
+            return 1.0
+
+    ceilings.multiply_rate(Library(), multiplied, 1)  # type: ignore[arg-type]
+    assert asked == [loop]
+
+
+def test_a_code_that_rounds_has_a_ceiling():
     assert {f.code for f in KNOWN.values() if f.quantizes_activations} == ceilings.CODES
 
 

@@ -72,8 +72,9 @@ const Kernels& WithTiles() {
 }
 #endif
 
-// Null where this processor does not have it, or there is no such name.
-const Kernels* Find(const char* name) {
+}  // namespace
+
+const Kernels* FindKernels(const char* name) {
 #if defined(ROOFLAX_X86)
 #if !defined(ROOFLAX_WITHOUT_TILES)
   if (std::strcmp(name, "amx") == 0) return HasTiles() ? &WithTiles() : nullptr;
@@ -85,28 +86,33 @@ const Kernels* Find(const char* name) {
   return std::strcmp(name, "generic") == 0 ? &generic::kKernels : nullptr;
 }
 
+namespace {
+
 const Kernels* Best() {
 #if defined(ROOFLAX_X86)
-  if (const Kernels* found = Find("amx")) return found;
-  if (const Kernels* found = __builtin_cpu_is("amd") ? Find("avx512-far") : nullptr) return found;
+  if (const Kernels* found = FindKernels("amx")) return found;
+  if (const Kernels* found = __builtin_cpu_is("amd") ? FindKernels("avx512-far") : nullptr) return found;
 #endif
   for (const char* name : {"avx512", "avx2"}) {
-    if (const Kernels* found = Find(name)) return found;
+    if (const Kernels* found = FindKernels(name)) return found;
   }
   return &generic::kKernels;
 }
 
-std::atomic<const Kernels*> chosen{nullptr};
+std::atomic<const Kernels*> forced{nullptr};
 
 }  // namespace
 
+const Kernels& DefaultKernels() {
+  static const Kernels* const best = Best();
+  return *best;
+}
+
+const Kernels* ForcedKernels() { return forced.load(std::memory_order_relaxed); }
+
 const Kernels& ChosenKernels() {
-  const Kernels* kernels = chosen.load(std::memory_order_relaxed);
-  if (kernels == nullptr) {
-    kernels = Best();
-    chosen.store(kernels, std::memory_order_relaxed);
-  }
-  return *kernels;
+  const Kernels* kernels = ForcedKernels();
+  return kernels != nullptr ? *kernels : DefaultKernels();
 }
 
 }  // namespace rooflax
@@ -118,11 +124,12 @@ __attribute__((visibility("default"))) const char* rooflax_instruction_set() {
   return rooflax::ChosenKernels().name;
 }
 
-// Forces "generic", "avx2", "avx512", "avx512-far" or "amx"; 0 if this processor lacks it. "" takes the best again.
+// Forces "generic", "avx2", "avx512", "avx512-far" or "amx" for all work, whatever was measured; 0 if this
+// processor lacks it. "" ends that.
 __attribute__((visibility("default"))) int rooflax_force_instruction_set(const char* name) {
-  const rooflax::Kernels* found = *name ? rooflax::Find(name) : rooflax::Best();
-  if (found == nullptr) return 0;
-  rooflax::chosen.store(found, std::memory_order_relaxed);
+  const rooflax::Kernels* found = *name ? rooflax::FindKernels(name) : nullptr;
+  if (found == nullptr && *name) return 0;
+  rooflax::forced.store(found, std::memory_order_relaxed);
   return 1;
 }
 

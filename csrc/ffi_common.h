@@ -108,7 +108,8 @@ inline bool WidthOf(ffi::DataType type, Width& width) {
   return true;
 }
 
-inline int64_t ThreadsFor(const ffi::ThreadPool& pool, int64_t operations) {
+template <typename Pool>
+int64_t ThreadsFor(const Pool& pool, int64_t operations) {
   const int64_t threads = pool.num_threads();  // 0 where there is no pool
   return operations < kWorthAThread || threads < 1 ? 1 : threads;
 }

@@ -397,7 +397,13 @@ namespace amx { extern const TileKernels kTiles; }
 // Whether this processor has the tiles of AMX, and this process may use them.
 bool HasTiles();
 
-// The best of this processor, or the one that was forced.
+// Null where this processor does not have it, or there is no such name.
+const Kernels* FindKernels(const char* name);
+
+// Those of this processor by rule; those that were forced, null where none were; and which of the two holds.
+// A matmul asks what was measured in between (matmul_ffi.cc).
+const Kernels& DefaultKernels();
+const Kernels* ForcedKernels();
 const Kernels& ChosenKernels();
 
 }  // namespace rooflax

@@ -10,8 +10,11 @@
 // `num_rows`, where it is given, says how many leading rows are real. The others are neither read nor written.
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstring>
 #include <numeric>
+#include <thread>
 #include <vector>
 
 #include "ffi_common.h"
@@ -67,6 +70,7 @@ struct Matmul {
   int64_t norms;                        // members of w to one of the norm
   BlockTraits block;  // of packed weights
   int64_t super_groups = 1;  // see PackedArgs
+  const Kernels* kernels = nullptr;
 
   bool IsPacked() const {
     return layout != Layout::kMatrix && layout != Layout::kTable && layout != Layout::kPairs;
@@ -75,6 +79,35 @@ struct Matmul {
 };
 
 Code CodeOf(Layout layout) { return static_cast<Code>(static_cast<int64_t>(layout) - kCodesFrom); }
+
+// ---- Which kernels, of those that give the same bits ----
+
+// Work that is measured apart: one row, up to kFewRows, and more.
+constexpr int64_t kWorks = 3, kLayoutNumbers = kCodesFrom + kCodes + 1;
+int64_t WorkOf(int64_t rows) { return rows <= 1 ? 0 : rows <= kFewRows ? 1 : 2; }
+
+// Whose kernels were the fastest here, by layout, whether (packed) activations are bytes or (plain) weights
+// are bfloat16, and work; null is the default.
+std::atomic<const Kernels*> measured[kLayoutNumbers][2][kWorks];
+
+// Whether they sum in the same order, whatever the shape. Without instructions that multiply and add at once,
+// the bits are others.
+bool HaveSameBits(const Kernels& a, const Kernels& b, Layout layout, bool form) {
+  const auto is_generic = [](const Kernels& kernels) { return std::strcmp(kernels.name, "generic") == 0; };
+  if (&a == &b) return true;
+  if (is_generic(a) || is_generic(b)) return false;
+  if (layout == Layout::kMatrix) return a.short_row == b.short_row;
+  const bool splits = (layout == Layout::kTable || layout == Layout::kPairs) && form;
+  return !splits || a.split == b.split;
+}
+
+const Kernels& KernelsFor(const Matmul& p, int64_t rows) {
+  if (const Kernels* forced = ForcedKernels()) return *forced;
+  const bool form = p.IsPacked() ? p.bytes : p.width == Width::kBfloat16;
+  const auto& found = measured[static_cast<int64_t>(p.layout)][form][WorkOf(rows)];
+  const Kernels* kernels = found.load(std::memory_order_relaxed);
+  return kernels != nullptr ? *kernels : DefaultKernels();
+}
 
 bool Fits(bool condition, const char*& why, const char* reason) {
   if (!condition && why == nullptr) why = reason;
@@ -152,7 +185,7 @@ void SetPlain(const Inputs& in, int64_t axis, Matmul& p, const char*& why) {
   Fits(WidthOf(in.w.element_type(), p.width) && IsPlain(p.width), why, "type of w");
   Fits(!p.bytes && !p.rotated, why, "activations in bytes");
   const bool halves = p.width == Width::kBfloat16;
-  const Kernels& kernels = ChosenKernels();
+  const Kernels& kernels = ChosenKernels();  // what is asked here is as much those of the others with the same bits
   p.narrow = p.narrow && halves;
   p.stride = p.inner;
   p.groups = 0;
@@ -281,7 +314,7 @@ int64_t BytesAt(const Matmul& p, int64_t first) { return first * RowBytes(p.stri
 
 // Row i as bytes of kInt8: whole, or as one of a tile of rows.
 void QuantizeRow(const Matmul& p, const float* x, int64_t i, Prepared& out) {
-  const Kernels& kernels = ChosenKernels();
+  const Kernels& kernels = *p.kernels;
   if (p.rotated) {
     static thread_local std::vector<float> rotated;
     rotated.resize(static_cast<size_t>(p.inner));
@@ -327,13 +360,13 @@ const float* WideInputs(const Inputs& in, const Matmul& p, int64_t i, int64_t be
   wide.resize(static_cast<size_t>(parts * count));
   const auto* halves = static_cast<const uint16_t*>(in.x.untyped_data()) + at;
   if (together) {
-    ChosenKernels().widen(halves, wide.data(), parts * count);
+    p.kernels->widen(halves, wide.data(), parts * count);
     return wide.data();
   }
   for (int64_t part = 0; part < parts; ++part) {
     float* to = wide.data() + part * count;
     if (p.half_rows) {
-      ChosenKernels().widen(halves + part * p.inner, to, count);
+      p.kernels->widen(halves + part * p.inner, to, count);
     } else {
       std::copy(floats + part * p.inner, floats + part * p.inner + count, to);
     }
@@ -346,7 +379,7 @@ constexpr int64_t kSplitTogether = 16 * kTermBlock;
 
 // Rows [begin, end) as terms. A norm has to see whole rows, an activation does not.
 void SplitRows(const Inputs& in, const Matmul& p, const BeforeArgs& before, int64_t begin, int64_t end, Prepared& out) {
-  const Kernels& kernels = ChosenKernels();
+  const Kernels& kernels = *p.kernels;
   const bool normed = before.kind == Before::kRmsNorm || before.kind == Before::kLayerNorm;
   const int64_t together = normed ? p.inner : kSplitTogether;
   static thread_local std::vector<float> own;
@@ -372,8 +405,8 @@ void QuantizeGroups(const Matmul& p, const float* x, int64_t i, Prepared& out) {
   const int64_t tile = out.tile_begin[i], row = i - tile, first = tile * p.groups + row;
   auto* q = reinterpret_cast<int8_t*>(out.bytes.data()) + tile * p.stride + row * kGroup;
   int32_t* start = out.start.data() + tile * p.groups * p.block.parts + row;
-  ChosenKernels().quantize_groups({x, q, out.scale.data() + first, start, p.inner, out.tile_end[i] - tile,
-                                   StartTimes(CodeOf(p.layout)), p.block.parts});
+  p.kernels->quantize_groups({x, q, out.scale.data() + first, start, p.inner, out.tile_end[i] - tile,
+                              StartTimes(CodeOf(p.layout)), p.block.parts});
 }
 
 // What the rounding of row i has left of x.
@@ -391,7 +424,7 @@ const float* Rest(const Matmul& p, const float* x, int64_t i, const Prepared& ro
 
 void PrepareRow(const Inputs& in, const Matmul& p, const BeforeArgs& before, int64_t i,
                 Prepared& out) {
-  const Kernels& kernels = ChosenKernels();
+  const Kernels& kernels = *p.kernels;
   const float* x = WideInputs(in, p, out.order[i / p.planes], 0, p.inner);
   if (!out.wide.empty()) {
     static thread_local std::vector<float> own;
@@ -421,7 +454,7 @@ void SetTiles(const std::vector<Run>& runs, const Matmul& p, Prepared& out) {
   for (const Run& run : runs) {
     std::fill(out.run_begin.begin() + run.begin, out.run_begin.begin() + run.end, run.begin);
     std::fill(out.run_end.begin() + run.begin, out.run_end.begin() + run.end, run.end);
-    const int64_t most = p.bytes ? MostRows(ChosenKernels(), CodeOf(p.layout), run.end - run.begin) : kTiledRows;
+    const int64_t most = p.bytes ? MostRows(*p.kernels, CodeOf(p.layout), run.end - run.begin) : kTiledRows;
     for (int64_t begin = run.begin, end; begin < run.end; begin = end) {
       end = begin + TileRows(run.end - begin, most);
       std::fill(out.tile_begin.begin() + begin, out.tile_begin.begin() + end, begin);
@@ -431,7 +464,7 @@ void SetTiles(const std::vector<Run>& runs, const Matmul& p, Prepared& out) {
 }
 
 // Columns [begin, end) of few rows times a matrix, part after part.
-void MultiplyParts(MatmulArgs args, int64_t count) {
+void MultiplyParts(const Kernels& kernels, MatmulArgs args, int64_t count) {
   static thread_local std::vector<float> parts;
   args.parts_begin = args.begin;
   args.parts_stride = args.end - args.begin + 16;
@@ -439,10 +472,10 @@ void MultiplyParts(MatmulArgs args, int64_t count) {
   parts.resize(static_cast<size_t>(count * args.parts_size));
   for (args.part = 0; args.part < count; ++args.part) {
     args.parts = parts.data() + args.part * args.parts_size;
-    ChosenKernels().matmul_part(args);
+    kernels.matmul_part(args);
   }
   args.parts = parts.data();
-  ChosenKernels().add_parts(args);
+  kernels.add_parts(args);
 }
 
 // Where one run's matmul with a matrix or a table comes from and goes to.
@@ -495,7 +528,7 @@ void MultiplyPlanes(PackedArgs args, const Matmul& p) {
     args.w = w + begin * (p.w_bytes / p.units);
     args.w_scale = w_scale + begin * (p.scale_bytes / p.units);
     args.out = {sums.data(), nullptr, nullptr, width};
-    ChosenKernels().bytes(args);
+    p.kernels->bytes(args);
     MatmulArgs both{};
     both.out = out;
     both.rows = args.rows / 2;
@@ -505,14 +538,14 @@ void MultiplyPlanes(PackedArgs args, const Matmul& p) {
     both.end = first + width;
     both.parts_stride = 2 * width;
     both.parts_size = width;
-    ChosenKernels().add_parts(both);
+    p.kernels->add_parts(both);
   }
 }
 
 // Columns or panels [begin, end) of one run's matmul.
 void Multiply(const Inputs& in, const Matmul& p, const Prepared& rows, const Run& run, char* y,
               int64_t begin, int64_t end) {
-  const Kernels& kernels = ChosenKernels();
+  const Kernels& kernels = *p.kernels;
   const auto* w = static_cast<const uint8_t*>(in.w.untyped_data()) + run.member * p.w_bytes;
   const Output out = OutputOf(in, p, run, y);
   const int64_t count = run.end - run.begin;
@@ -520,7 +553,7 @@ void Multiply(const Inputs& in, const Matmul& p, const Prepared& rows, const Run
     const MatmulArgs args = PlainArgs(in, p, rows, run, out, begin, end);
     if (p.layout == Layout::kPairs) return kernels.pairs(args);
     if (p.layout == Layout::kTable) return kernels.unembed(args);
-    return count <= kFewRows ? MultiplyParts(args, NumParts(p.inner)) : kernels.matmul(args);
+    return count <= kFewRows ? MultiplyParts(kernels, args, NumParts(p.inner)) : kernels.matmul(args);
   }
   const float* wide = rows.wide.empty() ? static_cast<const float*>(in.x.untyped_data()) : rows.wide.data();
   wide += run.begin * p.inner;
@@ -595,19 +628,21 @@ void Stream(const Inputs& in, const Matmul& p, const Prepared& rows, const std::
     MatmulArgs args = args_of(runs[item / parts / pieces], item / parts % pieces);
     args.part = item % parts;
     args.parts += args.part * size;
-    ChosenKernels().matmul_part(args);
+    p.kernels->matmul_part(args);
   });
   const auto finish = [&](int64_t item) {
-    ChosenKernels().add_parts(args_of(runs[item / pieces], item % pieces));
+    p.kernels->add_parts(args_of(runs[item / pieces], item % pieces));
   };
   if (parts * size > kShared) return parallel(items, finish);
   for (int64_t item = 0; item < items; ++item) finish(item);
 }
 
-void Compute(ffi::ThreadPool& pool, const Inputs& in, const Matmul& p, char* y) {
+template <typename Pool>
+void Compute(Pool& pool, const Inputs& in, Matmul p, char* y) {
   static thread_local Prepared rows;
   static thread_local std::vector<char> sorted;
   const std::vector<Run> runs = RunsOf(in, p, rows.order);
+  if (p.kernels == nullptr) p.kernels = &KernelsFor(p, p.rows * p.planes / static_cast<int64_t>(runs.size()));
   const bool moved = runs.size() > 1;
   const auto size = [](int64_t n) { return static_cast<size_t>(n); };
   const bool split = p.num_terms > 0;
@@ -663,7 +698,7 @@ ffi::Error Call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::A
                 ffi::Result<ffi::AnyBuffer> y, int64_t layout, int64_t bytes, int64_t narrow, int64_t before,
                 int64_t gated, float eps, float alpha, float limit) {
   Matmul product{};
-  if (layout < 0 || layout > kCodesFrom + kCodes || bytes < 0 || bytes > static_cast<int64_t>(Bytes::kTwoTerms)) {
+  if (layout < 0 || layout >= kLayoutNumbers || bytes < 0 || bytes > static_cast<int64_t>(Bytes::kTwoTerms)) {
     return Reject("matmul: attributes");
   }
   if (!SetBefore(before, gated, eps, alpha, limit, product.before)) return Reject("matmul: what comes before");
@@ -680,6 +715,42 @@ ffi::Error Call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::A
   TheComputed().matmul_rows.fetch_add(product.rows, std::memory_order_relaxed);
   if (product.rows > 0) Compute(pool, in, product, static_cast<char*>(y->untyped_data()));
   return ffi::Error::Success();
+}
+
+// ---- Timing ----
+
+// In place of XLA's pool.
+struct OwnThreads {
+  int64_t count;
+  std::vector<std::thread> running;
+  int64_t num_threads() const { return count; }
+  template <typename Task>
+  void Schedule(Task task) { running.emplace_back(std::move(task)); }
+  ~OwnThreads() {
+    for (auto& thread : running) thread.join();
+  }
+};
+
+struct Array {
+  XLA_FFI_Buffer buffer{};
+  Array(const void* data, ffi::DataType type, int64_t* dims, int64_t rank) {
+    buffer.struct_size = XLA_FFI_Buffer_STRUCT_SIZE;
+    buffer.dtype = static_cast<XLA_FFI_DataType>(type);
+    buffer.data = const_cast<void*>(data);
+    buffer.rank = rank;
+    buffer.dims = dims;
+  }
+};
+
+const ffi::DataType* TypeNamed(const char* name) {
+  static constexpr std::pair<const char*, ffi::DataType> kTypes[] = {
+      {"int8", ffi::DataType::S8}, {"uint8", ffi::DataType::U8}, {"uint32", ffi::DataType::U32},
+      {"int32", ffi::DataType::S32}, {"float16", ffi::DataType::F16}, {"bfloat16", ffi::DataType::BF16},
+      {"float32", ffi::DataType::F32}};
+  for (const auto& type : kTypes) {
+    if (std::strcmp(type.first, name) == 0) return &type.second;
+  }
+  return nullptr;
 }
 
 }  // namespace
@@ -699,6 +770,76 @@ ROOFLAX_HANDLER(rooflax_matmul, Call,
 extern "C" __attribute__((visibility("default"))) void rooflax_rotate(const float* x, int64_t count, float* out) {
   rooflax::ChosenKernels().rotate(x, count, out);
 }
+
+extern "C" {
+
+// An array of weights: pieces of so many bytes, each of this type and shape.
+struct rooflax_pieces {
+  const char* data;
+  const char* type;
+  int64_t* dims;
+  int64_t rank, bytes;
+};
+
+// The least seconds in which a variant multiplies rows by one of `count` pieces of w, which it reads one after the
+// other; the first is not timed. Negative where this processor lacks it, where the bits are not the default's or it is
+// the default by another name, or where arrays do not fit: w, its scales and its sums.
+__attribute__((visibility("default"))) double rooflax_time_matmul(const char* variant, int64_t layout, int bytes, int64_t rows, int64_t inner, int64_t outer, const rooflax_pieces* arrays, int64_t count, int threads) {
+  using namespace rooflax;
+  const Kernels* kernels = FindKernels(variant);
+  if (kernels == nullptr || count < 2 || rows < 1 || inner < 1 || outer < 1) return -1;
+  if (layout < 0 || layout >= kLayoutNumbers) return -1;
+  static thread_local std::vector<float> x, y;
+  x.resize(static_cast<size_t>(rows * inner));
+  y.resize(static_cast<size_t>(rows * outer));
+  for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(static_cast<int64_t>(i * 37 % 101) - 50);
+  OwnThreads pool{threads, {}};
+  std::chrono::duration<double> least{1e9};
+  for (int64_t piece = 0; piece < count; ++piece) {
+    int64_t none = 0, of_x[] = {rows, inner}, of_y[] = {rows, outer};
+    const Array given(x.data(), ffi::DataType::F32, of_x, 2), found(y.data(), ffi::DataType::F32, of_y, 2);
+    const Array no_floats(nullptr, ffi::DataType::F32, &none, 1), no_numbers(nullptr, ffi::DataType::S32, &none, 1);
+    std::vector<Array> weights;
+    for (const rooflax_pieces* array = arrays; array < arrays + 3; ++array) {
+      const ffi::DataType* type = TypeNamed(array->type);
+      if (type == nullptr) return -1;
+      weights.emplace_back(array->data + piece * array->bytes, *type, array->dims, array->rank);
+    }
+    const ffi::AnyBuffer floats(&no_floats.buffer);
+    const Inputs in{ffi::AnyBuffer(&given.buffer), ffi::AnyBuffer(&weights[0].buffer), ffi::AnyBuffer(&weights[1].buffer),
+                    ffi::Buffer<ffi::S32>(&weights[2].buffer), F32(&no_floats.buffer), floats,
+                    F32(&no_floats.buffer), F32(&no_floats.buffer), ffi::Buffer<ffi::S32>(&no_numbers.buffer),
+                    ffi::Buffer<ffi::S32>(&no_numbers.buffer)};
+    Matmul product{};
+    product.layout = static_cast<Layout>(layout);
+    product.bytes = bytes != 0;
+    product.planes = 1;
+    product.kernels = kernels;
+    if (Check(in, ffi::AnyBuffer(&found.buffer), product) != nullptr) return -1;
+    const bool form = product.IsPacked() ? product.bytes : product.width == Width::kBfloat16;
+    const Kernels& own = DefaultKernels();
+    if (!HaveSameBits(*kernels, own, product.layout, form)) return -1;
+    const bool by_tiles = product.IsPacked() && product.bytes && IsTiled(own, CodeOf(product.layout), rows);
+    if (own.tiled && !by_tiles && std::strcmp(variant, "avx512-far") == 0) return -1;
+    const auto start = std::chrono::steady_clock::now();
+    Compute(pool, in, product, reinterpret_cast<char*>(y.data()));
+    if (piece > 0) least = std::min<std::chrono::duration<double>>(least, std::chrono::steady_clock::now() - start);
+  }
+  return least.count();
+}
+
+// Makes a variant that of a layout's matmuls: `form` as 1 where activations are bytes, or plain weights bfloat16;
+// `work` one row, few or many. 0 where its bits are not the default's.
+__attribute__((visibility("default"))) int rooflax_prefer(const char* variant, int64_t layout, int form, int work) {
+  using namespace rooflax;
+  const Kernels* kernels = FindKernels(variant);
+  if (kernels == nullptr || layout < 0 || layout >= kLayoutNumbers || work < 0 || work >= kWorks) return 0;
+  if (!HaveSameBits(*kernels, DefaultKernels(), static_cast<Layout>(layout), form != 0)) return 0;
+  measured[layout][form != 0][work].store(kernels, std::memory_order_relaxed);
+  return 1;
+}
+
+}  // extern "C"
 
 // Names of the layouts of w and their numbers: "matrix=0 table=1 ...".
 extern "C" __attribute__((visibility("default"))) const char* rooflax_layouts() {

@@ -26,6 +26,10 @@ OPTIONAL = ("transformers", "torch", "matplotlib")
 
 def add_flags(parser: Parser) -> None:
     flags.add_device(parser)
+    parser.group("kernels").add_argument(
+        "--time-kernels", action="store_true",
+        help="time the kernels' variants again, for the formats of models that ran here",
+    )  # fmt: skip
     flags.add_output(parser, progress=False)
 
 
@@ -37,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
         "devices": devices(),
         "host": host(),
         "kernels": kernels(),
+        "variants": variants(again=args.time_kernels),
         "defaults": defaults(),
         "compile_cache": compile_cache(),
         "hub": hub(),
@@ -115,6 +120,31 @@ def kernels() -> dict[str, dict[str, str]]:
     return by_label
 
 
+def variants(*, again: bool) -> dict[str, dict[str, dict[str, Any]]]:
+    """Per weight format and kind of work, the native kernels' variant and the median microseconds
+    of each; of the formats of models that ran on this machine.
+
+    Args:
+        again: they are measured now.
+    """
+    from rooflax.ops import native
+    from rooflax.ops import variants as measured
+
+    if not native.is_ready():
+        return {}
+    table = measured.measure_again() if again else measured.read_table(measured.table_path())
+    return {
+        name: {
+            work: {
+                "used": used,
+                "us": {n: round(1e6 * s, 1) for n, s in entry.seconds.get(work, {}).items()},
+            }
+            for work, used in entry.variants().items()
+        }
+        for name, entry in table.items()
+    }
+
+
 def defaults() -> dict[str, str]:
     """Defaults on this machine of settings that no flag sets."""
     from rooflax.engine.compilation import compiler_options
@@ -181,6 +211,13 @@ def _print(report: dict[str, Any]) -> None:
             rows.append((operation, name, state))
             operation = ""
     _section("kernels", rows)
+    timed: list[tuple[str, ...]] = [
+        (name, work, found["used"], ", ".join(f"{n} {us:.0f}" for n, us in found["us"].items()))
+        for name, works in report["variants"].items()
+        for work, found in works.items()
+    ]
+    title = "variants of the native kernels, and median microseconds"
+    _section(title, timed or [("measured when a large model first runs",)])
     _section("defaults", [(n.replace("_", " "), text) for n, text in report["defaults"].items()])
     cache, offline = report["compile_cache"], "yes" if report["hub"]["offline"] else "no"
     _section(

@@ -32,6 +32,7 @@ from rooflax.nn.placement import Placer
 from rooflax.nn.storage import Storage
 from rooflax.nn.weights import assemble
 from rooflax.ops.host_arrays import Arena
+from rooflax.ops.variants import prefer_fastest
 
 
 def load(
@@ -72,6 +73,8 @@ def load_plan(
 ) -> AnyModel:
     """The model as it was planned; a mesh's is placed on its devices.
 
+    On a CPU it chooses the kernels' variants, which it measures once on a machine (`ops.variants`).
+
     Args:
         check, progress: as for `load`; offloaded layers are looked at once too.
 
@@ -86,6 +89,8 @@ def load_plan(
         model = _resident(plan, check, progress)
     jax.block_until_ready(model.weights)
     give_back_freed()
+    if plan.mesh is None and not plan.is_offloaded:
+        prefer_fastest(model.weights)
     return model
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -256,10 +256,76 @@ def instruction_set() -> str:
 
 
 def force_instruction_set(name: str) -> bool:
-    """Forces one of INSTRUCTION_SETS, or "" for the best, in tests; False if this processor lacks
-    it."""
+    """Forces one of INSTRUCTION_SETS for all work, or "" for none, in tests; False if this
+    processor lacks it."""
     library = load()
     return library is not None and bool(library.rooflax_force_instruction_set(name.encode()))
+
+
+class _Pieces(ctypes.Structure):
+    """`rooflax_pieces` of csrc/matmul_ffi.cc."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p), ("type", ctypes.c_char_p),
+        ("dims", ctypes.POINTER(ctypes.c_int64)), ("rank", ctypes.c_int64),
+        ("bytes", ctypes.c_int64),
+    )  # fmt: skip
+
+
+def matmul_seconds(
+    variant: str,
+    code: str,
+    *,
+    quantizes: bool,
+    shape: tuple[int, int, int],
+    arrays: Sequence[tuple[int, str, tuple[int, ...], int]],
+    count: int,
+) -> float | None:
+    """Seconds of a matmul by one of INSTRUCTION_SETS, the least over pieces that it reads in turn.
+
+    Args:
+        quantizes: activations are rounded to int8.
+        shape: rows, inputs and outputs.
+        arrays: of weights, scales and sums the first piece's address, its dtype and shape, and the
+            bytes from a piece to the next.
+        count: pieces, of which the first is not timed.
+
+    Returns:
+        None where this processor lacks the variant, or its bits are not the default's.
+    """
+    library = load()
+    assert library is not None
+    function = library.rooflax_time_matmul
+    function.restype = ctypes.c_double
+    size = ctypes.c_int64
+    function.argtypes = [
+        ctypes.c_char_p, size, ctypes.c_int, size, size, size, ctypes.c_void_p, size, ctypes.c_int,
+    ]  # fmt: skip
+    pieces = (_Pieces * len(arrays))(*(
+        _Pieces(address, dtype.encode(), (size * len(dims))(*dims), len(dims), step)
+        for address, dtype, dims, step in arrays
+    ))  # fmt: skip
+    seconds = function(
+        variant.encode(), layout(code), quantizes, *shape, pieces, count, num_threads()
+    )
+    return None if seconds < 0 else seconds
+
+
+def prefer(variant: str, code: str, form: int, work: int) -> bool:
+    """Makes a variant that of one layout's matmuls in this process, unless one is forced.
+
+    Args:
+        form: 1 for rounded activations, or for plain weights in bfloat16; else 0.
+        work: 0 for one row, 1 for few, 2 for many.
+
+    Returns:
+        False where this processor lacks it, or its bits are not the default's.
+    """
+    library = load()
+    assert library is not None
+    function = library.rooflax_prefer
+    function.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int]
+    return bool(function(variant.encode(), layout(code), form, work))
 
 
 def cpuinfo(field: str) -> str | None:

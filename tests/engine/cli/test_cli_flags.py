@@ -21,6 +21,7 @@ from rooflax.engine import compilation
 from rooflax.llm import LLM
 from rooflax.loading import hub, load, model_info, plan
 from rooflax.loading.model_info import ModelInfo
+from rooflax.ops import variants
 from rooflax.train.loop import TrainResult
 from rooflax.train.tokenizer_training import save_tokenizer, train_tokenizer
 from tests.flags import replaced
@@ -224,7 +225,7 @@ COMMANDS = {
            "--gguf": (["Q8_0"], "given beside --gguf"), "--calibrate": (["no.txt"], "no.txt")},
     ),
     "models": ([], {"--remove": ["owner/name"], "--json": [], "--help": []}),
-    "doctor": ([], DEVICE | {"--json": [], "--help": []}),
+    "doctor": ([], DEVICE | {"--time-kernels": [], "--json": [], "--help": []}),
     "tokenize": (
         [TINY, "-p", "def f(x):"],
         FINDING | {"--prompt": ["import"], "--no-special-tokens": None, "--json": [], "--help": []},
@@ -321,6 +322,7 @@ def seen(monkeypatch, tmp_path):
     replace_measuring(monkeypatch, asked)
     monkeypatch.setattr(hub, "remove", lambda name: asked.append(("remove", name)) or 1)
     monkeypatch.setattr(compilation, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(variants, "measure_again", lambda: asked.append("timed") or {})
     return asked
 
 

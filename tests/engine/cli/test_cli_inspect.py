@@ -217,6 +217,7 @@ def test_doctor_says_what_is_here(rooflax, monkeypatch):
         "devices",
         "host",
         "kernels",
+        "variants",
         "defaults",
         "compile_cache",
         "hub",

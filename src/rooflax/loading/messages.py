@@ -69,7 +69,7 @@ def repaired(
     keeps_developer = "developer" in names(template).texts
     asks_for_none = _CONTENT_IS_NONE.search(template or "") is not None
     plain_messages: list[Any] = []
-    for number, message in enumerate(messages or ()):
+    for number, message in enumerate(with_tool_calls(messages or ())):
         if not isinstance(message, Mapping):
             plain_messages.append(message)  # the template's matter
             continue
@@ -89,6 +89,31 @@ def repaired(
             plain["content"] = None
         plain_messages.append(plain)
     return _with_results_in_order(plain_messages)
+
+
+def with_tool_calls(messages: Sequence[Any]) -> list[Any]:
+    """The same with calls as OpenAI's API had them first as calls of tools.
+
+    An assistant's `function_call` becomes its one tool call, and a message of the role "function"
+    the result of the last call of that name.
+    """
+    modern: list[Any] = []
+    identities: dict[Any, str] = {}
+    for number, message in enumerate(messages):
+        rest = dict(message) if isinstance(message, Mapping) else {}
+        called = rest.pop("function_call", None)
+        if isinstance(called, Mapping) and not rest.get("tool_calls"):
+            identity = identities[called.get("name")] = f"call_{number}"
+            call = {"id": identity, "type": "function", "function": dict(called)}
+            modern.append(rest | {"tool_calls": [call]})
+        elif _role(message) == "function":
+            result = rest | {"role": "tool"}
+            if identity := identities.get(rest.get("name")):
+                result["tool_call_id"] = identity
+            modern.append(result)
+        else:
+            modern.append(message)
+    return modern
 
 
 def _present(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rooflax.loading.chat_template import names as template_names
-from rooflax.loading.messages import repaired
+from rooflax.loading.messages import repaired, with_tool_calls
 from rooflax.server.errors import ApiError
 from rooflax.server.fields import one_of
 from rooflax.server.formats import Format
@@ -64,7 +64,8 @@ async def render(service: Service, fields: Mapping[str, Any]) -> ChatPrompt:
     template = llm.tokenizer.chat_template
     names = await service.in_thread(template_names, template)
     places = fields.get("places") or [f"messages[{n}]" for n in range(len(fields["messages"]))]
-    messages = repaired(_checked(fields["messages"], places), template, places)
+    listed = with_tool_calls(fields["messages"])
+    messages = repaired(_checked(listed, places), template, places)
     service.check_size(sum(len(message.get("content") or "") for message in messages))
     format = service.format
     if format.calls is not None:

@@ -154,7 +154,7 @@ TOOL_CALL = FieldTable(
     label("index"),
 )
 MESSAGE = FieldTable(
-    Field("role", str, "system, developer, user, assistant or tool", required=True),
+    Field("role", str, "system, developer, user, assistant, tool or function", required=True),
     Field("content", str | list[JsonObject], "text, or a list of text parts"),
     Field("name", str, "of who speaks, for templates that read it"),
     Field("tool_calls", [TOOL_CALL], "of an assistant"),
@@ -165,7 +165,7 @@ MESSAGE = FieldTable(
     label("refusal"),
     label("annotations"),
     label("parsed"),
-    rejected("function_call", "use tool_calls"),
+    Field("function_call", CALL_FUNCTION, "of an assistant, as tool_calls of one"),
     rejected("audio", "the model reads text only"),
 )
 FUNCTION = FieldTable(

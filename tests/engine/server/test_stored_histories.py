@@ -444,3 +444,24 @@ def test_python_takes_stored_histories_too(llm: LLM):
     for wrong in ([], None, "Hi", [5]):
         with pytest.raises(RequestError):
             llm.encode_chat(wrong)
+
+
+def test_calls_as_functions_are_calls_of_tools(live, scripted):
+    """OpenAI's fields before tools: function_call, and results of the role function."""
+    arguments = '{"city": "Oslo"}'
+    asked = {"role": "user", "content": QUESTION}
+    older = [
+        asked,
+        {"role": "assistant", "content": None,
+         "function_call": {"name": "get_weather", "arguments": arguments}},
+        {"role": "function", "name": "get_weather", "content": "rain"},
+    ]  # fmt: skip
+    newer = [
+        asked,
+        says(None, call("get_weather", arguments, "call_1")),
+        {"role": "tool", "tool_call_id": "call_1", "name": "get_weather", "content": "rain"},
+    ]
+    found, wanted = (prompts(live, scripted, CHAT, {"messages": m}) for m in (older, newer))
+    assert found == wanted
+    alone = [asked, {"role": "function", "name": "f", "content": "7"}]
+    assert prompts(live, scripted, CHAT, {"messages": alone})

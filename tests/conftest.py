@@ -63,9 +63,9 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: not has_mark(item, "first"))
     if config.getoption("every_case"):
         return
-    left_out = [item for item in items if is_left_out(item)]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in set(left_out)]
+    left_out = {item for item in items if is_left_out(item)}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_collection_finish(session):
@@ -117,10 +117,11 @@ jax.monitoring.register_event_duration_secs_listener(_count)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _forget_programs():
-    """Compiled programs map memory, of which a process may have only so many pieces."""
+def _forget_programs_of_many_modules():
+    """Compiled programs take memory, and map it; until then a module uses those of others."""
     yield
-    jax.clear_caches()
+    if _num_maps() > MANY_MAPS:
+        jax.clear_caches()
 
 
 @pytest.fixture(autouse=True)
@@ -131,6 +132,9 @@ def _forget_programs_before_maps_run_out(request):
     if every and _num_maps() > MOST_MAPS:
         jax.clear_caches()
 
+
+MANY_MAPS = 8_000
+"""About 30 modules, and 2 GiB of a worker."""
 
 MOST_MAPS = 30_000
 """Of the 65,530 that Linux gives a process by default."""

@@ -1,5 +1,6 @@
 """The checker behind the import hook of conftest.py: the shapes and types that functions declare.
 
+Functions within functions are left alone: each call of the outer one would write their checks anew.
 Constructors are left alone: JAX rebuilds a pytree with whatever stands for its arrays, such as
 specs and shapes, and the engine fills them with NumPy arrays on their way to the device.
 
@@ -36,7 +37,7 @@ def _jaxtyped(thing=None, *, typechecker=None):
 
 def check(function):
     """The function with its types checked; with its shapes, where it has any."""
-    if function.__name__ == "__init__":
+    if function.__name__ == "__init__" or "<locals>" in function.__qualname__:
         return function
     declared = function.__annotations__
     function.__annotations__ = {name: _resolved(function, name) for name in declared}

@@ -81,7 +81,7 @@ def same(whole, streamed):
     "name",
     cases(
         CONFIGS,
-        nightly=["gpt2", "gpt_oss", "qwen2", *goldens.beyond_foundation(CONFIGS)],
+        nightly=["gpt2", "gpt_oss", "qwen2", "qwen3", *goldens.beyond_foundation(CONFIGS)],
         every_jax=["llama"],
     ),
 )

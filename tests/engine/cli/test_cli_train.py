@@ -22,6 +22,7 @@ from rooflax.models.registry import read_config
 from rooflax.train import loop
 from rooflax.train.config import TrainConfig
 from tests.flags import replaced
+from tests.marks import cases
 
 pytestmark = pytest.mark.oldest_jax
 
@@ -45,8 +46,11 @@ def data(tmp_path, monkeypatch):
 
 
 def train(rooflax, *flags, data="texts", out="run"):
+    """Without the picture of the curves, which takes longer than such a run: test_loop draws it."""
     base = ["--data", data, "--out", out, *QUICK]
-    return rooflax("train", *replaced("train", base, flags))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "plot_curves", lambda lines, path: False)
+        return rooflax("train", *replaced("train", base, flags))
 
 
 NEW = ("--config", "config.json", "--vocab-size", 300)
@@ -178,7 +182,7 @@ def log_of(run):
     return [json.loads(line) for line in Path(run, "log.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", cases(["full", "lora"], nightly=["full"]))
 def test_samples_of_prompts_and_a_tracker(rooflax, data, chat, kind, monkeypatch):
     """With each held-out loss and at the end; no loss is another one for them."""
     sent = []

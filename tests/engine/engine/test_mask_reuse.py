@@ -24,11 +24,11 @@ PROMPTS = ["class Reader:\n", "def read(path):", "import os\n", "x = "]
 
 
 def constrained(**given):
-    return SamplingParams(max_tokens=40, seed=3, json_schema=json.dumps(SCHEMA), **given)
+    return SamplingParams(max_tokens=24, seed=3, json_schema=json.dumps(SCHEMA), **given)
 
 
 def free(**given):
-    return SamplingParams(max_tokens=40, seed=3, ignore_eos=True, **given)
+    return SamplingParams(max_tokens=24, seed=3, ignore_eos=True, **given)
 
 
 @pytest.fixture(scope="module", params=["native", "xla"])

@@ -176,7 +176,7 @@ def test_an_answer_is_part_of_the_next_prompt(engine, variant):
     assert following.output_tokens == run(cold, [following.prompt_tokens])[0].output_tokens
 
 
-@pytest.mark.parametrize("variant", cases((*STATEFUL, *SPARSE), nightly=SPARSE))
+@pytest.mark.parametrize("variant", cases((*STATEFUL, *SPARSE), default=["qwen3_5_text"]))
 def test_snapshots_go_with_their_blocks_and_stay_within_their_rows(engine, variant):
     """A pool of 40 blocks and 6 rows; whatever is found is true."""
     groups = engine(variant).model.config.groups
@@ -204,8 +204,13 @@ def test_the_budget_of_snapshots_is_a_rule():
     assert num_snapshots(20 << 20, 16, 4096, 16) == (512 << 20) // (20 << 20)
 
 
-@pytest.mark.parametrize("variant", STATEFUL)
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("variant", "kv_dtype"),
+    cases(
+        [(variant, kv_dtype) for variant in STATEFUL for kv_dtype in ("bfloat16", "int8")],
+        default=[("lfm2", "int8"), ("qwen3_5_text", "bfloat16")],
+    ),
+)
 def test_states_are_float32_whatever_the_cache(engine, variant, kv_dtype):
     small = engine(variant, kv_dtype=kv_dtype)
     groups = small.model.config.groups
@@ -229,10 +234,12 @@ SETTINGS = {
     ("variant", "name"),
     cases(
         [(variant, name) for variant in STATEFUL for name in SETTINGS],
-        nightly=[
-            *((variant, "no jit") for variant in STATEFUL),
-            ("lfm2", "no cache"),
-            ("qwen3_5_text", "reference"),
+        default=[
+            ("lfm2", "reference"),
+            ("lfm2", "float16"),
+            ("qwen3_5_text", "scan"),
+            ("qwen3_5_text", "no cache"),
+            ("qwen3_5_text", "budget"),
         ],
     ),
 )
@@ -285,7 +292,7 @@ def test_training_is_rejected_by_name(checkpoint, variant):
 
 
 @pytest.mark.parametrize(
-    "variant", cases([*STATEFUL, *SPARSE, "qwen2_moe"], default=["lfm2", "qwen3_5_moe_text"])
+    "variant", cases([*STATEFUL, *SPARSE, "qwen2_moe"], default=["qwen3_5_moe_text"])
 )
 def test_log_probabilities_are_the_same_whatever_the_chunks_hits_and_drafts(engine, variant):
     """To the bit: on CPU every sum of a token has one order."""

@@ -21,6 +21,7 @@ from rooflax.loading.plan import make_plan
 from rooflax.nn.layers import unstack_layers
 from rooflax.ops.weights import Fused, MixedStack, packed_format, quantized_parts
 from tests import gguf_cases, goldens
+from tests.marks import cases
 
 pytestmark = pytest.mark.oldest_jax
 
@@ -162,7 +163,7 @@ def test_a_scan_over_mixed_layers_changes_no_token(path, wanted, kept):
             np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("layers", ["unrolled", "scan"])
+@pytest.mark.parametrize("layers", cases(["unrolled", "scan"], default=["scan"]))
 def test_a_mesh_splits_the_blocks(path, wanted, layers):
     mesh, options = jax.make_mesh((2,), ("tensor",)), ExecutionOptions(layers=layers)
     llm = LLM(path, mesh=mesh, options=options)

@@ -64,6 +64,9 @@ def pairs():
     return settings
 
 
+PAIRS = pairs()
+
+
 def name_of(setting):
     return ExecutionOptions(**setting).describe()
 
@@ -74,13 +77,18 @@ def check(case, variant, **options):
     assert [list(c.tokens) for c in got] == this.reference.greedy.tolist()
 
 
-@pytest.mark.parametrize("setting", cases(pairs(), default=pairs()[2:4]), ids=name_of)
+@pytest.mark.parametrize("setting", cases(PAIRS, default=PAIRS[2:4]), ids=name_of)
 def test_pairs_of_switches_leave_the_tokens_unchanged(case, setting):
     check(case, "gpt_oss_short", **setting)
 
 
 @pytest.mark.parametrize(
-    "variant", cases(["gpt2", "llama_bias", "qwen2_window", "gpt_oss"], every_jax=["gpt2"])
+    "variant",
+    cases(
+        ["gpt2", "llama_bias", "qwen2_window", "gpt_oss"],
+        default=["gpt2", "gpt_oss"],
+        every_jax=["gpt2"],
+    ),
 )
 def test_scanned_layers_leave_the_tokens_unchanged(case, variant):
     check(case, variant, layers="scan")

@@ -69,7 +69,11 @@ taken = jax.jit(lambda w, ids: w.take(ids))
 
 @every_kind
 @pytest.mark.parametrize(
-    ("inner", "halves"), [(64, None), (128, None), (192, EXTREME), (256, EXTREME), (512, None)]
+    ("inner", "halves"),
+    cases(
+        [(64, None), (128, None), (192, EXTREME), (256, EXTREME), (512, None)],
+        nightly=[(128, None), (256, EXTREME)],
+    ),
 )
 def test_numbers_are_those_of_gguf_py(kind, inner, halves):
     """Also of parts of a block: fewer groups share a scale then."""
@@ -87,7 +91,7 @@ def test_numbers_are_those_of_gguf_py(kind, inner, halves):
 
 
 @every_kind
-@pytest.mark.parametrize("inner", [64, 256, 768])
+@pytest.mark.parametrize("inner", cases([64, 256, 768], nightly=[256]))
 def test_packing_has_an_inverse(kind, inner):
     """Of one weight, and of a stack of experts."""
     cls = CLASSES[kind]

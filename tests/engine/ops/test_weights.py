@@ -247,7 +247,12 @@ def adapted(model, scale):
         itertools.product(
             ["float32", "w8a8", "w8a16", "w4a16", "mxfp4-a16", "fp8-a16"], ["unrolled", "scan"]
         ),
-        nightly=[(kind, "unrolled") for kind in ("w8a16", "mxfp4-a16", "fp8-a16")],
+        default=[
+            ("float32", "scan"),
+            ("w8a8", "unrolled"),
+            ("w4a16", "unrolled"),
+            ("mxfp4-a16", "scan"),
+        ],
     ),
 )
 def test_a_whole_model_of_low_rank_weights(kind, layers):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ from rooflax.train.step import (
     make_train_step,
 )
 from tests import adapter_cases, gguf_cases
+from tests.marks import cases
 from tests.support.train import tiny
 
 pytestmark = pytest.mark.oldest_jax
@@ -82,7 +84,15 @@ def test_gradients_of_a_frozen_product(format):
 
 @pytest.mark.parametrize(
     ("kind", "layers"),
-    [(kind, how) for kind in adapter_cases.KINDS for how in ("unrolled", "scan")][:-1],
+    cases(
+        [(kind, how) for kind in adapter_cases.KINDS for how in ("unrolled", "scan")][:-1],
+        default=[
+            ("lora", "scan"),
+            ("dora", "unrolled"),
+            ("whole", "scan"),
+            ("experts", "unrolled"),
+        ],
+    ),
 )
 def test_losses_equal_pefts(kind, layers):
     model, _ = adapter_cases.started(kind)
@@ -141,13 +151,13 @@ def test_only_a_and_b_are_trained_and_kept(finished):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("kind", cases(["lora", "dora"], nightly=["lora"]))
 def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path, corpora, kind):
     changes = {"lora_dropout": 0.2, "steps": 12} | adapter_cases.KINDS[kind][0]
     config = dataclasses.replace(CONFIG, **changes)
     model = tiny.make_model()
     whole = run_training(model, config, *corpora, tmp_path / "whole")
-    run_training(model, config, *corpora, tmp_path / "cut")
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     for path in (tmp_path / "cut/checkpoints").glob("step-00000012/*"):
         path.unlink()
     (tmp_path / "cut/checkpoints/step-00000012").rmdir()
@@ -176,9 +186,11 @@ def test_dropout_is_by_row_whatever_the_micro_batches():
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        ("lora", {}),
+        pytest.param("lora", {}, marks=pytest.mark.nightly),
         ("dora", {"layers": "scan", "num_layers": 2}),
-        ("dora", {"target_modules": "v_proj,down_proj,lm_head"}),
+        pytest.param(
+            "dora", {"target_modules": "v_proj,down_proj,lm_head"}, marks=pytest.mark.nightly
+        ),
         ("whole", {}),
         ("experts", {}),
     ],

@@ -109,7 +109,11 @@ RUN = {
 
 
 @pytest.mark.parametrize(
-    "more", [{"fine_tune_type": "lora", "lora_rank": 3}, {"train_mode": "orpo", "save_best": True}]
+    "more",
+    [
+        {"fine_tune_type": "lora", "lora_rank": 3},
+        pytest.param({"train_mode": "orpo", "save_best": True}, marks=pytest.mark.nightly),
+    ],
 )
 def test_a_run_and_the_same_one_killed(pairs, tmp_path, more):
     config = tiny.settings(**RUN | more)

@@ -110,7 +110,7 @@ def test_micro_batches_equal_one_batch(plain, family):
     assert deviation(got_grads, grads) < 1e-5
 
 
-@pytest.mark.parametrize("family", cases(tiny.FAMILIES, default=["llama", "gpt_oss"]))
+@pytest.mark.parametrize("family", cases(tiny.FAMILIES, default=["gpt_oss"]))
 def test_packed_documents_equal_each_alone(plain, family, tmp_path):
     """With some tokens masked; also where a row is computed for itself (micro-batches)."""
     rng = np.random.default_rng(3)

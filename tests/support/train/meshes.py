@@ -1,6 +1,7 @@
 """A process with four simulated devices that trains tiny models on meshes.
 
-`python -m tests.support.train.meshes FOLDER` prints what it found, as JSON on its last line.
+`python -m tests.support.train.meshes FOLDER [more]` prints what it found, as JSON on its last
+line; with `more`, of further meshes.
 """
 
 from __future__ import annotations
@@ -24,21 +25,29 @@ WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8,
         "num_key_value_heads": 4, "head_dim": 16}  # fmt: skip
 """Heads for the native kernel, which is how `data` and `fsdp` run attention."""
 KINDS: dict[str, dict[str, Any]] = {
-    "full": {"micro_batches": 2},
-    "dora": {"fine_tune_type": "dora", "lora_dropout": 0.2, "layers": "scan"},
+    "full": {},
+    "dora": {
+        "fine_tune_type": "dora",
+        "lora_dropout": 0.2,
+        "layers": "scan",
+        "micro_batches": 2,
+    },
     "dpo": {"train_mode": "dpo"},
 }
-MESHES = {
-    "full": (None, "data=2", "fsdp=4", "tensor=2", "fsdp=2,tensor=2"),
+MESHES: dict[str, tuple[str | None, ...]] = {
+    "full": (None, "fsdp=2,tensor=2"),
     "dora": (None, "fsdp=4"),
     "dpo": (None, "data=2,fsdp=2"),
 }
+"""Each axis once for all weights: `resumed` begins with fsdp=4 and ends on data=2."""
+
+MORE_MESHES: dict[str, tuple[str | None, ...]] = {"full": (None, "data=2", "fsdp=4", "tensor=2")}
 
 
-def found(folder: Path) -> Any:
+def found(folder: Path, *further: str) -> Any:
     """What the process prints."""
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.support.train.meshes", str(folder)],
+        [sys.executable, "-m", "tests.support.train.meshes", str(folder), *further],
         capture_output=True, text=True, timeout=560, cwd=Path(__file__).parents[3],
         env=devices(DEVICES) | {"PJRT_NPROC": str(2 * DEVICES)},
     )  # fmt: skip
@@ -76,7 +85,8 @@ def run(config: Any, folder: Path) -> dict[str, Any]:
     model = tiny.make_model(**WIDE)
     folder.mkdir()
     texts = corpus(is_whole=config.train_mode == "dpo")
-    trained = _Run(model, config, texts, texts, None, folder, *[None] * 4)
+    corpora = {"training": texts, "held-out": texts, "test": None}
+    trained = _Run(model, config, corpora, folder, *[None] * 4)
     result = trained.train(progress=False)
     by_device: dict[str, int] = {}
     leaves = jax.tree.leaves(trained.state)
@@ -93,25 +103,22 @@ def run(config: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-def resumed(folder: Path) -> dict[str, list[float]]:
-    """Losses of a run on one device, and of one that four devices begin and two end."""
+def resumed(folder: Path) -> list[float]:
+    """Losses of a run that four devices begin and two end."""
     from rooflax.train.log import read_log
     from rooflax.train.loop import run_training
     from tests.support.train import tiny
 
-    by_name = {}
-    for name, meshes in {"one": (None,), "four, then two": ("fsdp=4", "data=2")}.items():
-        for mesh in meshes:
-            config = settings("full", mesh=mesh, checkpoint_every=2, micro_batches=None)
-            run_training(tiny.make_model(**WIDE), config, corpus(), None, folder / name)
-            if mesh == "fsdp=4":  # killed behind the second step
-                shutil.rmtree(folder / name / "checkpoints/step-00000004")
-        lines = read_log(folder / name / "log.jsonl")
-        by_name[name] = [line["loss"] for line in lines if "loss" in line]
-    return by_name
+    for mesh in ("fsdp=4", "data=2"):
+        config = settings("full", mesh=mesh, checkpoint_every=2)
+        run_training(tiny.make_model(**WIDE), config, corpus(), None, folder / "resumed")
+        if mesh == "fsdp=4":  # killed behind the second step
+            shutil.rmtree(folder / "resumed/checkpoints/step-00000004")
+    lines = read_log(folder / "resumed/log.jsonl")
+    return [line["loss"] for line in lines if "loss" in line]
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *further: str) -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from rooflax.engine.compilation import enable_persistent_cache
 
@@ -120,10 +127,11 @@ def main(folder: Path) -> None:
         kind: {
             str(mesh): run(settings(kind, mesh=mesh), folder / f"{kind}-{mesh}") for mesh in meshes
         }
-        for kind, meshes in MESHES.items()
+        for kind, meshes in (MORE_MESHES if further else MESHES).items()
     }
-    print("\n" + json.dumps({"runs": every, "resumed": resumed(folder)}), flush=True)
+    ends = None if further else resumed(folder)
+    print("\n" + json.dumps({"runs": every, "resumed": ends}), flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -10,7 +10,6 @@ import contextlib
 import errno
 import mmap
 import os
-import secrets
 import stat
 import sys
 from collections.abc import Iterator
@@ -139,7 +138,7 @@ def replacing(path: str | os.PathLike[str], encoding: str | None = None) -> Iter
     """
     target = Path(os.path.realpath(path))
     # Opened by hand, not by tempfile: the result shall have the permissions of the umask.
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+    temporary = target.with_name(f".{target.name}.{os.urandom(6).hex()}.tmp")
     try:
         with open(temporary, "x" if encoding else "xb", encoding=encoding) as file:
             yield file

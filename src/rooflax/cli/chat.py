@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rooflax.cli import chat_url, flags, terminal
+from rooflax.cli import flags, terminal
 from rooflax.cli.chat_commands import Chat, complete
 from rooflax.cli.chat_input import is_command, messages
 from rooflax.cli.generate import first_delta_awaited
@@ -69,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
     """Reads turns until the input ends; exits with 1 where a question was rejected and nobody is
     there to ask another."""
     params = flags.sampling_params(args)
+    from rooflax.cli import chat_url  # with http.client, which other verbs need not import
+
     chat_url.check_flags(args)
     if args.url is not None:
         return chat_url.run(args, params, messages(args.prompt))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import re
 import shlex
 import threading
@@ -88,6 +87,8 @@ def _failed(code: int, said: list[str]) -> str:
 
 
 def _is_ready(url: str) -> bool:
+    import http.client  # 20 ms, which the other verbs need not wait
+
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=5)
     try:
         connection.request("GET", "/ready")

@@ -513,7 +513,7 @@ def test_sizes_that_do_not_fit_each_other_are_rejected_with_both(variant, change
         (b"[1, 2]", "a list"),
         (b"7", "an? int"),
         (b"{not json", "not JSON"),
-        (b"", "not JSON"),
+        (b"", "is empty"),
         (b"\xff\xfe", "not JSON"),
         (b"[" * 100_000, "not JSON"),
         (b"9" * 5000, r"not JSON: .*5000 digits\.$"),

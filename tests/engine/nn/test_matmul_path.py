@@ -32,7 +32,7 @@ def modules():
 @pytest.mark.skipif(not native.is_ready(), reason="follows a call of the native kernel")
 @pytest.mark.parametrize("layers", ["unrolled", "scan"])
 @pytest.mark.parametrize("quantize", [None, "int8"])
-def test_from_the_decoder_to_the_kernel(monkeypatch, layers, quantize):
+def test_from_the_model_to_the_kernel(monkeypatch, layers, quantize):
     paths, call = set(), jax.ffi.ffi_call
 
     def spied(target, *args, **kwargs):
@@ -48,8 +48,8 @@ def test_from_the_decoder_to_the_kernel(monkeypatch, layers, quantize):
     cache = new_cache(model, 1, 16, options=options)
     tokens = jnp.zeros((1, 3), jnp.int32)
     jax.jit(partial(prefill, options=options)).trace(model, cache, tokens)
-    decoder = "rooflax.nn.decoder"
-    ways = [path[path.index(decoder) :] for path in paths]
+    first = "rooflax.models.model"
+    ways = [path[path.index(first) :] for path in paths]
     assert len(ways) > 1 and {way[-1] for way in ways} == {"rooflax.ops.linear.cpu"}
     for way in ways:
         assert len(way) - 1 <= MOST_HOPS, " > ".join(way)

@@ -28,7 +28,6 @@ from rooflax.errors import RequestError
 from rooflax.files import only_writer, read_regular, replacing
 from rooflax.http_client import Client, Reply, reason
 
-SUMMARY = "answer a file in OpenAI's batch format"
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 BUSY = (429, 503)
 """Statuses after which a request is sent again."""

@@ -19,7 +19,6 @@ from rooflax.nn.shards import parse_mesh
 if TYPE_CHECKING:
     from rooflax.bench.workload import Workload
 
-SUMMARY = "measure speed, memory and the share of the roofline"
 DONE, FAILED = 0, 1
 MODES = ("quick", "versus", "compare", "ablate", "breakdown", "request_rate", "concurrent")
 LISTS = ("layers", "gqa", "moe", "kernels", "decode_steps", "dtype", "kv_dtype", "quantize")

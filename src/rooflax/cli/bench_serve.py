@@ -17,8 +17,6 @@ from rooflax.http_client import Server
 if TYPE_CHECKING:
     from rooflax.bench.load import ServerLoad
 
-SUMMARY = "measure an OpenAI server under load"
-
 
 def add_flags(parser: Parser) -> None:
     parser.add_argument(

@@ -27,7 +27,6 @@ from rooflax.signals import stop_asked
 if TYPE_CHECKING:
     from rooflax.llm import LLM
 
-SUMMARY = "a conversation in the terminal"
 DEFAULT_MAX_TOKENS = 512
 DEMO = (
     "it explains Python's built-ins, writes small functions and JSON, spells words, and knows no "

@@ -7,7 +7,6 @@ import argparse
 from rooflax.cli import flags
 from rooflax.cli.parser import Parser
 
-SUMMARY = "print a completion script for a shell"
 TAKES_MODEL = False
 SHELLS = ("bash", "zsh", "fish")
 
@@ -67,11 +66,11 @@ def bash(is_zsh: bool) -> str:
 
 
 def fish() -> str:
-    from rooflax.cli.main import verb_module
+    from rooflax.cli.main import VERBS
 
     lines = []
     for verb, known in flags_of_verbs().items():
-        summary = _quoted(verb_module(verb).SUMMARY)
+        summary = _quoted(VERBS[verb])
         if " " in verb:
             words = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in verb.split())
             first, last = verb.split()

@@ -9,8 +9,6 @@ from rooflax.cli import flags, terminal
 from rooflax.cli.parser import Parser
 from rooflax.errors import RequestError
 
-SUMMARY = "print the text of token ids"
-
 
 def add_flags(parser: Parser) -> None:
     flags.add_model(parser)

@@ -15,7 +15,6 @@ from rooflax.cli.parser import Parser
 from rooflax.nn.execution import ExecutionOptions, gib
 from rooflax.nn.host_memory import available_bytes
 
-SUMMARY = "devices, kernels, caches and versions"
 TAKES_MODEL = False
 DEPENDENCIES = (
     "jax", "jaxlib", "numpy", "ml_dtypes", "tokenizers", "jinja2", "huggingface_hub", "optax",

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from rooflax.llm import LLM
 
-SUMMARY = "vectors of texts, as JSON lines or .npy"
 AT_ONCE = 16
 """Texts in a batch for every sequence that runs at once."""
 Text = tuple[int, Any, str]

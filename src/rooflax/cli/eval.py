@@ -32,7 +32,6 @@ from rooflax.train.corpus import (
 if TYPE_CHECKING:
     from rooflax.llm import LLM
 
-SUMMARY = "perplexity of texts and chats, accuracy of choices"
 PROMPTS = ("question", "question_stem", "prompt", "ctx")
 CHOICES = ("choices", "endings")
 ANSWERS = ("answer", "answerKey", "label")

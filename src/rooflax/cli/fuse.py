@@ -16,7 +16,6 @@ from rooflax.errors import RequestError
 from rooflax.files import only_writer
 from rooflax.signals import cleanup_on_sigterm
 
-SUMMARY = "merge a LoRA adapter into its model"
 DTYPES = ("float32", "bfloat16", "float16")
 
 

@@ -19,8 +19,6 @@ from rooflax.errors import EngineError, RequestError
 if TYPE_CHECKING:
     from rooflax.llm import LLM, Completion, Delta
 
-SUMMARY = "continue a prompt, streaming to stdout"
-
 
 def add_flags(parser: Parser) -> None:
     flags.add_model(parser)

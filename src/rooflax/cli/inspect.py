@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from rooflax.models.offloading import OffloadPlan
     from rooflax.nn.decoder import Decoder
 
-SUMMARY = "architecture, weights, and the memory it will take"
-
 
 def add_flags(parser: Parser) -> None:
     flags.add_model(parser, also=", or the URL of a .gguf file")

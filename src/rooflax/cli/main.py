@@ -1,7 +1,7 @@
 """`rooflax VERB [MODEL] [flags]`: finds the verb, runs it, turns what went wrong into an exit code.
 
 0 done, 1 it failed at work, 2 the request was wrong, 130 interrupted. A verb is a module with
-`SUMMARY`, `add_flags(parser)` and `run(args) -> int`; it is imported when it is asked for.
+`add_flags(parser)` and `run(args) -> int`; it is imported when it is asked for.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from rooflax.cli import terminal
 from rooflax.cli.parser import Parser, see_help
 from rooflax.errors import EngineError, RequestError, RooflaxError, did_you_mean
 
-VERBS = (
-    "generate",
-    "chat",
-    "serve",
-    "bench",
-    "bench serve",
-    "batch",
-    "train",
-    "inspect",
-    "verify",
-    "perplexity",
-    "eval",
-    "embed",
-    "rerank",
-    "quantize",
-    "fuse",
-    "models",
-    "doctor",
-    "tokenize",
-    "detokenize",
-    "completion",
-)
+VERBS = {
+    "generate": "continue a prompt, streaming to stdout",
+    "chat": "a conversation in the terminal",
+    "serve": "the OpenAI-compatible server",
+    "bench": "measure speed, memory and the share of the roofline",
+    "bench serve": "measure an OpenAI server under load",
+    "batch": "answer a file in OpenAI's batch format",
+    "train": "train from scratch or from a checkpoint",
+    "inspect": "architecture, weights, and the memory it will take",
+    "verify": "compare logits and greedy tokens with a reference",
+    "perplexity": "perplexity and bits per byte of a text",
+    "eval": "perplexity of texts and chats, accuracy of choices",
+    "embed": "vectors of texts, as JSON lines or .npy",
+    "rerank": "scores of texts for a query, the best first",
+    "quantize": "save a quantized model; it loads without conversion",
+    "fuse": "merge a LoRA adapter into its model",
+    "models": "list and remove downloaded models",
+    "doctor": "devices, kernels, caches and versions",
+    "tokenize": "print the token ids of a text",
+    "detokenize": "print the text of token ids",
+    "completion": "print a completion script for a shell",
+}
+"""And what each does, here so that help imports none of them."""
 
 ELSEWHERE = {
     "pull": "a hub id is downloaded when it is first used, as in rooflax chat OWNER/NAME",
@@ -135,7 +136,7 @@ def verb_module(verb: str) -> ModuleType:
 def parser_of(verb: str) -> Parser:
     """The parser of one verb's flags."""
     module = verb_module(verb)
-    parser = Parser(verb, module.SUMMARY, takes_model=getattr(module, "TAKES_MODEL", True))
+    parser = Parser(verb, VERBS[verb], takes_model=getattr(module, "TAKES_MODEL", True))
     module.add_flags(parser)
     return parser
 
@@ -148,7 +149,7 @@ def overview() -> str:
         "",
         "usage: rooflax VERB [MODEL] [flags]",
         "",
-        *(f"  {verb:<12}{verb_module(verb).SUMMARY}" for verb in VERBS),
+        *(f"  {verb:<12}{summary}" for verb, summary in VERBS.items()),
         "",
         "MODEL is a checkpoint folder, a .gguf file, a hub id (owner/name), package:NAME",
         "(an installed Python package that ships a .gguf file), preset:NAME (a known",

@@ -12,7 +12,6 @@ from rooflax.loading.json_files import read_config_json
 from rooflax.models.presets import EMBEDDED, PREFIX, PRESETS
 from rooflax.nn.execution import gib
 
-SUMMARY = "list and remove downloaded models"
 TAKES_MODEL = False
 
 

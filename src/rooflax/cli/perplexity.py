@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from rooflax.llm import LLM
 
-SUMMARY = "perplexity and bits per byte of a text"
 LONGEST_WINDOW = 1024
 AT_ONCE = 16
 

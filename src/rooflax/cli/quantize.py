@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 OWN_TEXTS, OWN_TOKENS = 16, 512
 """How many texts a model writes to be calibrated with, and how long they are."""
-SUMMARY = "save a quantized model; it loads without conversion"
 
 
 def add_flags(parser: Parser) -> None:

@@ -12,8 +12,6 @@ from rooflax.cli.parser import Parser, at_least_one
 from rooflax.cli.session import open_llm
 from rooflax.errors import RequestError
 
-SUMMARY = "scores of texts for a query, the best first"
-
 
 def add_flags(parser: Parser) -> None:
     flags.add_model(parser, "none; it must be a reranker")

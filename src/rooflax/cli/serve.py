@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from rooflax.async_llm import AsyncLLM
     from rooflax.llm import LLM
 
-SUMMARY = "the OpenAI-compatible server"
 NEEDED = ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client")
 MAX_PIECES_PER_S = 2000
 """Of all answers together: each piece costs a system call."""
@@ -121,9 +120,9 @@ def take_variables(args: argparse.Namespace) -> None:
     Raises:
         RequestError: a value is not of the flag's kind.
     """
-    parser = Parser("serve", SUMMARY, takes_model=True)
-    add_flags(parser)
-    for action in parser._actions:
+    from rooflax.cli.main import parser_of
+
+    for action in parser_of("serve")._actions:
         name = variable_of(action.option_strings)
         text = os.environ.get(name)
         if text is None or action.dest in args.stated or not action.option_strings:

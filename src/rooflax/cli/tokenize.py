@@ -7,8 +7,6 @@ import argparse
 from rooflax.cli import flags, terminal
 from rooflax.cli.parser import Parser
 
-SUMMARY = "print the token ids of a text"
-
 
 def add_flags(parser: Parser) -> None:
     flags.add_model(parser)

@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from rooflax.train.data import Corpus
     from rooflax.train.loop import TrainResult
 
-SUMMARY = "train from scratch or from a checkpoint"
 TOKEN_FILES = {"train": "training", "valid": "held_out", "test": "test"}
 """Names of a part's token files."""
 DIGEST = "sha256"

@@ -18,7 +18,6 @@ from rooflax.errors import RequestError
 if TYPE_CHECKING:
     from rooflax.llm import LLM
 
-SUMMARY = "compare logits and greedy tokens with a reference"
 TOLERANCE = 1e-4
 DEFAULT_TOKENS = 16
 PROMPTS = (

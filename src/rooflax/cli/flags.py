@@ -70,7 +70,7 @@ def add_sampling(
         samples: offer what makes sense for one prompt only.
         unset: the verb's values of fields that neither flags nor the checkpoint set.
     """
-    defaults = {name: f"the checkpoint's, else {value}" for name, value in (unset or {}).items()}
+    defaults = {name: str(value) for name, value in (unset or {}).items()}
     defaults["max_tokens"] = f"{max_tokens}, or what fits into the context"
     for one in SAMPLING.values():
         if one.flags and (samples or not one.per_prompt):

@@ -96,19 +96,27 @@ def with_tool_calls(messages: Sequence[Any]) -> list[Any]:
 
     An assistant's `function_call` becomes its one tool call, and a message of the role "function"
     the result of the last call of that name.
+
+    Raises:
+        RequestError: a message has both kinds of calls.
     """
     modern: list[Any] = []
-    identities: dict[Any, str] = {}
+    identities: dict[str, str] = {}
     for number, message in enumerate(messages):
         rest = dict(message) if isinstance(message, Mapping) else {}
         called = rest.pop("function_call", None)
-        if isinstance(called, Mapping) and not rest.get("tool_calls"):
-            identity = identities[called.get("name")] = f"call_{number}"
+        if isinstance(called, Mapping) and _role(message) == "assistant":
+            if rest.get("tool_calls"):
+                raise RequestError(
+                    f"messages[{number}] has function_call and tool_calls; leave one of them out.",
+                    param=f"messages[{number}].function_call",
+                )
+            identity = identities[str(called.get("name"))] = f"function_call_{number}"
             call = {"id": identity, "type": "function", "function": dict(called)}
             modern.append(rest | {"tool_calls": [call]})
         elif _role(message) == "function":
             result = rest | {"role": "tool"}
-            if identity := identities.get(rest.get("name")):
+            if identity := identities.get(str(rest.get("name"))):
                 result["tool_call_id"] = identity
             modern.append(result)
         else:
@@ -121,9 +129,11 @@ def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call(call: Any, where: str) -> Any:
-    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+    if not isinstance(call, Mapping):
         return call
     _check_id(call.get("id"), f"{where}.id")
+    if not isinstance(call.get("function"), Mapping):
+        return call
     function = _present(call["function"])
     function["arguments"] = call_arguments(function.get("arguments"), f"{where}.function.arguments")
     return _present(call) | {"function": function}

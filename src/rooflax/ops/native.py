@@ -198,7 +198,7 @@ def prefers_pairs() -> bool:
 def num_threads() -> int:
     """Threads that XLA's CPU client uses: PJRT_NPROC, else the affinity mask."""
     stated = os.environ.get("PJRT_NPROC", "")
-    if stated.isdigit() and int(stated) > 0:
+    if stated.isdecimal() and int(stated) > 0:
         return int(stated)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

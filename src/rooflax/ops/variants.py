@@ -43,13 +43,14 @@ MARGIN = 1.05
 """What the default's median is of another variant's where that is taken: less may be noise."""
 BUDGET_S = 0.14
 LEAST_BYTES = 1 << 24
-"""Of a format's weights; fewer are not measured, as they stay in a cache."""
+"""Of an array of weights; smaller ones are not measured, as they stay in a cache."""
 MOST_FILE_BYTES, MOST = 1 << 20, 1 << 24
 """Of a table's file, and of any size in it."""
 AGAIN_S, AGAIN_BYTES = 3.0, 1 << 28
 """Where a table is taken again without a model: time, and bytes that are read."""
 BROKEN = (
     OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError,
+    SyntaxError,
 )  # fmt: skip
 """What reading a file of any content may raise."""
 TABLES = ("embed", "lm_head")
@@ -159,14 +160,17 @@ def prefer_fastest(weights: Any) -> None:
     """
     if not native.is_ready() or not (found := formats_of(weights)):
         return
-    path = table_path()
+    try:
+        path = table_path()
+    except RuntimeError:  # this system knows no home of the user
+        return
     table = read_table(path)
     if any(name not in table or table[name].seconds.keys() != WORKS.keys() for name in found):
         # Where another process measures, the default until then.
         with contextlib.suppress(RequestError), only_writer(path, makes_folders=True):
             table = measure(found, read_table(path), BUDGET_S)
             write_table(path, table)
-    for name in found:
+    for name in reversed(found):  # of formats that share kernels the one of most bytes decides
         if name in table:
             table[name].prefer()
 
@@ -179,6 +183,8 @@ def measure_again() -> dict[str, Entry]:
     """
     path = table_path()
     table = read_table(path)
+    if not table:
+        return table
     filled = np.full(AGAIN_BYTES, 0x11, np.uint8)  # a harmless number in every dtype
     found = {
         name: Weights(
@@ -187,7 +193,7 @@ def measure_again() -> dict[str, Entry]:
         for name, entry in table.items()
     }
     with only_writer(path, makes_folders=True):
-        table = measure(found, {}, AGAIN_S)
+        table |= measure(found, {}, AGAIN_S)
         write_table(path, table)
     return table
 
@@ -353,7 +359,8 @@ def _entry(found: Mapping[str, Any]) -> Entry:
     native.layout(layout.code)
     steps = layout.steps()
     sizes = (layout.inner, *steps, steps[0] - 1)
-    fits = len(arrays) == 3 and set(seconds) <= set(WORKS)
+    fits = len(arrays) == 3 and arrays[2][0] == "int32" and set(seconds) <= set(WORKS)
+    fits = fits and (layout.inner > 0 or len(arrays[0][2]) == 1)
     if not fits or not 0 <= min(sizes) <= max(sizes) <= MOST:
         raise ValueError("another form")
     return Entry(layout, {work: _readings(each.items()) for work, each in seconds.items()})

@@ -85,7 +85,7 @@ class TensorToWrite(NamedTuple):
 
 
 def float32_tensors(arrays: Mapping[str, np.ndarray | None]) -> list[TensorToWrite]:
-    """Those that are there, in float32."""
+    """Tensors in float32 of the arrays that are not None."""
     return [
         TensorToWrite(name, "F32", array.shape, lambda array=array: array)
         for name, array in arrays.items()

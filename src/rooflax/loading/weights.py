@@ -1,6 +1,6 @@
 """Reads a checkpoint's tensors as a model's weights: one parameter at a time, or one layer.
 
-Memory holds the weights made so far and those that come next: the file's pages are let go of as
+Memory holds the weights made so far and those that come next: the file's pages are released as
 they are consumed.
 """
 
@@ -131,7 +131,7 @@ class WeightReader:
         progress: Callable[[int], None] | None = None,
         stacks: Stacks | None = None,
     ) -> Iterator[tuple[Param, Any]]:
-        """Each of these parameters with its weight; the file's pages are let go of.
+        """Each of these parameters with its weight; the file's pages are released.
 
         Args:
             stacks: on the host; layers' weights are then host arrays, in their rows where they are

@@ -216,7 +216,7 @@ def formats_of(weights: Any) -> dict[str, Weights]:
 
 
 def _plain(path: tuple[Any, ...], array: jax.Array) -> Dense:
-    """An array as what it is multiplied as: a table, or layers of matrices that lie as one."""
+    """The operand of an array: a table, or layers of matrices as one matrix."""
     if getattr(path[0], "key", None) in TABLES:
         return Dense(array, array.shape[1:], array.shape[:1], table=True)
     return Dense(array, (math.prod(array.shape[:-1]),), array.shape[-1:])

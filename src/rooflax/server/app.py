@@ -175,7 +175,7 @@ async def _routing_error(request: Request, error: Exception) -> Response:
 
 
 def _instead(path: str) -> str:
-    """What there is in place of a route that does not exist."""
+    """End of the sentence about an unknown route: the nearest one, or where routes are listed."""
     known = f"/v1{re.sub('^(/v1)+', '', path)}".rstrip("/")
     if known in POSTS or known in GETS:
         return f"; there is {known!r}"

@@ -94,10 +94,10 @@ def with_rows(weights: Any, rows: Int[Array, " rows"]) -> Any:
 def places(spans: Spans, outer: int) -> np.ndarray:
     """Of each output its place among those of all panels; behind the last where it has none."""
     ends = np.cumsum([0, *(-(-count // LANES) * LANES for _, count, _ in spans)])
-    found = np.full(outer, ends[-1])
+    columns = np.full(outer, ends[-1])
     for (first, count, _), begin in zip(spans, ends, strict=False):
-        found[first : first + count] = begin + np.arange(count)
-    return found
+        columns[first : first + count] = begin + np.arange(count)
+    return columns
 
 
 def _by_xla(
@@ -121,9 +121,9 @@ def _by_xla(
     )
     change = jnp.zeros((x.shape[0], panels * lanes), jnp.float32)
     for part in sorted(set(parts.tolist())):
-        own = kept[:, :, part * rank : (part + 1) * rank]
-        found = dot_general(own, b, (((1, 2), (0, 2)), ((), ()))).reshape(change.shape)
-        change = jnp.where(parts == part, found, change)
+        of_part = kept[:, :, part * rank : (part + 1) * rank]
+        product = dot_general(of_part, b, (((1, 2), (0, 2)), ((), ()))).reshape(change.shape)
+        change = jnp.where(parts == part, product, change)
     columns = places(slots.spans, y.shape[1])
     change = change.at[:, columns].get(mode="fill", fill_value=0)
     return jnp.where(rows[:, None] > 0, (y.astype(jnp.float32) + change).astype(y.dtype), y)

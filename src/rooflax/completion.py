@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from rooflax.engine.compilation import CompileCounts
 from rooflax.engine.sequence import Sequence as EngineSequence
@@ -63,6 +63,7 @@ class Delta:
         logprobs: per token of the piece, if asked for.
         prompt_logprobs: on a sample's first piece, per token of the prompt but the first, if asked
             for.
+        reading: from a decoder of the caller; see `TextDecoder.take`.
     """
 
     prompt: int
@@ -72,6 +73,7 @@ class Delta:
     completion: Completion | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    reading: Any = None
 
     @property
     def finish_reason(self) -> str | None:
@@ -96,6 +98,15 @@ class TextDecoder(Protocol):
 
         Args:
             is_cut: the model did not end the text itself, as where max_tokens did.
+        """
+        ...
+
+    def take(self, num_characters: int, *, is_last: bool) -> Any:
+        """The `Delta.reading` of the next piece of text.
+
+        Args:
+            num_characters: of the piece, which no stop string can cut any more.
+            is_last: nothing follows; what is left is cut off.
         """
         ...
 
@@ -152,6 +163,7 @@ class Sample:
             completion,
             None if sequence.params.logprobs is None else logprobs,
             prompt_logprobs,
+            self.decoder.take(len(piece), is_last=reason is not None),
         )
 
     def _stop_string(self, before: int) -> tuple[int, str] | None:

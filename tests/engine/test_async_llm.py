@@ -98,12 +98,16 @@ def test_a_decoder_of_ones_own_makes_the_text_that_stop_strings_are_looked_for_i
         def flush(self, *, is_cut):
             return ""
 
+        def take(self, num_characters, *, is_last):
+            return self.count
+
     params = SamplingParams(
         temperature=1.0, seed=1, n=2, max_tokens=30, ignore_eos=True, stop=("1.4;",)
     )
 
     async def read():
         deltas = [d async for d in server.stream(PROMPTS[0], params, decoders=Counting)]
+        assert {d.index: d.reading for d in deltas} == {0: 30, 1: 4}
         return {d.index: d.completion for d in deltas if d.completion is not None}
 
     done = asyncio.run(read())

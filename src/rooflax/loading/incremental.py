@@ -70,6 +70,9 @@ class IncrementalDecoder:
         """Returns the text that was held back; afterwards the decoder starts anew."""
         return self._decoder.finish()
 
+    def take(self, num_characters: int, *, is_last: bool) -> None:
+        """Nothing: its text says all that it has read."""
+
 
 class _Decoder(Protocol):
     def start(self, prompt: Sequence[int]) -> None: ...

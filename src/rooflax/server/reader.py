@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rooflax.loading.incremental import IncrementalDecoder
 from rooflax.server.arguments import StringEnd
@@ -67,8 +67,26 @@ TRANSITIONS = {
 """docs/server.md draws them."""
 
 
+class Reading(NamedTuple):
+    """What was read since the last time, as far as it is certain.
+
+    Attributes:
+        events: text, reasoning and calls, in their order.
+        spans: of each new token, the characters of the whole answer that it spells, begin and end.
+        num_certain: characters of the whole answer of which nothing can change any more.
+        num_calls, num_reasoning_tokens, num_failed: of the whole answer so far.
+    """
+
+    events: list[Event]
+    spans: list[tuple[int, int]]
+    num_certain: int
+    num_calls: int
+    num_reasoning_tokens: int
+    num_failed: int
+
+
 class Reader:
-    """Reads one sample.
+    """Reads one sample; `take` gives what it has read, and nothing else of it is looked at.
 
     Args:
         format: None is content only.
@@ -109,11 +127,8 @@ class Reader:
         self._header = ""
         self._events: list[Event] = []
         self._at = self._decoded = 0
-        self.spans: list[tuple[int, int]] = []
-        """Of each token: the characters of the whole answer that it spells, begin and end."""
-        self.certain = 0
-        """Characters of the whole answer of which nothing can change any more."""
-        self.num_calls = self.num_reasoning_tokens = self.num_failed = 0
+        self._spans: list[tuple[int, int]] = []
+        self._num_calls = self._num_reasoning_tokens = self._num_failed = 0
         self._unclosed: list[str] | None = None
         """What stands behind the mark of reasoning that the prompt has opened."""
         tail = tokenizer.decode(list(prompt)[-_TAIL_TOKENS:], skip_special_tokens=False)
@@ -138,28 +153,35 @@ class Reader:
                 texts.append(self._calls.tags.body_end)
         return tuple(texts)
 
-    def take(self, num_characters: int, *, is_last: bool = False) -> list[Event]:
-        """The pieces since the last time in their order, as far as the content is certain.
+    def take(self, num_characters: int, *, is_last: bool = False) -> Reading:
+        """What was read since the last time.
 
         Args:
             num_characters: of content that no stop string can cut any more.
             is_last: nothing follows; what is left is cut off.
         """
+        events, num_certain = self._taken(num_characters, is_last=is_last)
+        spans, self._spans = self._spans, []
+        counts = self._num_calls, self._num_reasoning_tokens, self._num_failed
+        return Reading(events, spans, num_certain, *counts)
+
+    def _taken(self, num_characters: int, *, is_last: bool) -> tuple[list[Event], int]:
+        """The events that are certain, and the end of what is."""
         taken: list[Event] = []
         for number, each in enumerate(self._events):
             if each.kind == "content" and len(each.text) > num_characters:
                 kept, held = each.text[:num_characters], each.text[num_characters:]
                 if kept:
                     taken.append(each._replace(text=kept))
-                self.certain = each.at + len(kept)
+                end = each.at + len(kept)
                 rest = self._events[number + 1 :]
-                self._events = [each._replace(text=held, at=self.certain), *rest]
-                return taken
+                self._events = [each._replace(text=held, at=end), *rest]
+                return taken, end
             if each.kind == "content":
                 num_characters -= len(each.text)
             taken.append(each)
-        self._events, self.certain = [], sys.maxsize if is_last else self._settled
-        return taken
+        self._events = []
+        return taken, sys.maxsize if is_last else self._settled
 
     @property
     def _settled(self) -> int:
@@ -171,13 +193,13 @@ class Reader:
     def push(self, token_id: int) -> str:
         """The content that became certain with this token."""
         if self._state is ReaderState.REASONING:
-            self.num_reasoning_tokens += 1
+            self._num_reasoning_tokens += 1
         begun, is_skipped = self._decoded, token_id in self._skipped
         text = self._decoder.flush() if is_skipped else self._decoder.push(token_id)
         self._decoded += len(text)
         # What is no whole character yet belongs to the next one.
         end = begun if is_skipped else max(begun + 1, self._decoded)
-        self.spans.append((begun, end))
+        self._spans.append((begun, end))
         number = len(self._events)
         self._read(text, is_last=False)
         return self._content(number)
@@ -378,13 +400,13 @@ class Reader:
         self._events += events
         num_ended = sum(each.kind == "call_end" for each in events)
         num_failed = sum(each.kind == "call_end" and bool(each.text) for each in events)
-        self.num_calls += num_ended - num_failed
-        self.num_failed += num_failed and not is_cut
+        self._num_calls += num_ended - num_failed
+        self._num_failed += num_failed and not is_cut
         if raw is None:
             if self._has_content:
                 self._gaps.append(Event("content", call.before, call.at))
             return
-        self.num_failed += not call.is_none
+        self._num_failed += not call.is_none
         self._trims = False
         for gap in self._gaps:
             self._say(gap.text, gap.at)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from rooflax.completion import Delta
@@ -12,7 +13,7 @@ from rooflax.server.call import ApiCall, check_finished
 from rooflax.server.errors import ApiError
 from rooflax.server.grammars import Thinks, behind_reasoning
 from rooflax.server.open_call import Event
-from rooflax.server.reader import Reader
+from rooflax.server.reader import Reader, Reading
 from rooflax.server.rendering import ChatPrompt, render
 from rooflax.server.sampling import form_field, form_of, sampling_params
 from rooflax.server.tools import new_call_id
@@ -75,8 +76,7 @@ class ChatTurn:
         self.call, self.fields = call, fields
         self.num_samples: int = fields.get("n", 1)
         self.prompt: ChatPrompt | None = None
-        self._readers: dict[int, Reader] = {}
-        self._waiting: dict[int, list[dict[str, Any]]] = defaultdict(list)
+        self._waiting: dict[int, list[Spelled]] = defaultdict(list)
         self._most = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
         self._most_field = most_field or self._most
         top = fields.get("top_logprobs")
@@ -116,57 +116,52 @@ class ChatTurn:
             )
             call.usage.prompt_tokens = len(prompt.ids)
 
-            def reader(index: int) -> Reader:
-                one_reader = self._readers[index] = Reader(
-                    tokenizer,
-                    prompt.format,
-                    prompt.ids,
-                    reads_calls=bool(prompt.choice.tools),
-                    schemas=prompt.choice.schemas,
-                )
-                return one_reader
-
             async with service.stream(
                 [prompt.ids],
                 params,
                 owner=call.owner,
                 model=call.model,
                 cache_salt=call.cache_salt,
-                decoders=reader,
+                decoders=lambda _: Reader(
+                    tokenizer,
+                    prompt.format,
+                    prompt.ids,
+                    reads_calls=bool(prompt.choice.tools),
+                    schemas=prompt.choice.schemas,
+                ),
                 form_field=form_field(self.fields) if self._form else "tools",
             ) as deltas:
                 async for delta in deltas:
                     yield self._piece(delta)
 
     def _piece(self, delta: Delta) -> Piece:
-        reader, usage = self._readers[delta.index], self.call.usage
+        reading: Reading = delta.reading
+        usage = self.call.usage
         usage.count(delta)
         reason = None
         if delta.completion is not None:
             check_finished(delta.completion)
             reason = delta.completion.finish_reason
-            if reason == "stop" and reader.num_calls:
+            if reason == "stop" and reading.num_calls:
                 reason = "tool_calls"
-            usage.reasoning_tokens += reader.num_reasoning_tokens
-            self.call.service.failed_calls += reader.num_failed
-        events = reader.take(len(delta.text), is_last=reason is not None)
-        return Piece(delta.index, events, self._spelled(delta, reader), delta, reason)
+            usage.reasoning_tokens += reading.num_reasoning_tokens
+            self.call.service.failed_calls += reading.num_failed
+        return Piece(delta.index, reading.events, self._spelled(delta, reading), delta, reason)
 
-    def _spelled(self, delta: Delta, reader: Reader) -> list[Spelled]:
+    def _spelled(self, delta: Delta, reading: Reading) -> list[Spelled]:
         """The tokens of which the text has become certain."""
         if self._logprobs is None or delta.logprobs is None:
             return []
         waiting = self._waiting[delta.index]
         spelling = self.call.service.spelling
-        waiting += spelling.chat(delta.tokens, delta.logprobs, self._logprobs)
-        is_last, parts = delta.completion is not None, []
+        entries = spelling.chat(delta.tokens, delta.logprobs, self._logprobs)
         # Beyond the spans is a token that ended the answer.
-        for entry, (begin, end) in zip(waiting, reader.spans, strict=False):
-            if end > reader.certain and not is_last:
-                break
-            part = Spelled(entry, begin, end).within(-1, reader.certain)
-            parts.append(part)
-        del waiting[: len(parts)], reader.spans[: len(parts)]
+        pairs = zip(entries, reading.spans, strict=False)
+        waiting += [Spelled(entry, begin, end) for entry, (begin, end) in pairs]
+        is_last, num_certain = delta.completion is not None, reading.num_certain
+        certain = list(takewhile(lambda each: is_last or each.end <= num_certain, waiting))
+        del waiting[: len(certain)]
+        parts = [each.within(-1, num_certain) for each in certain]
         return [part for part in parts if part is not None]
 
     async def _grammars(self, prompt: ChatPrompt, thinks: Thinks) -> dict[str, Any]:

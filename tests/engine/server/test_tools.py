@@ -446,7 +446,8 @@ def test_forced_calls_are_valid_on_random_weights(weights, choice, parallel, see
     (answer,) = weights.generate([[1, 2, 3]], grammar=grammar, max_tokens=150, seed=seed)
     reader = Reader(weights.tokenizer, HERMES, reads_calls=True)
     content = "".join(map(reader.push, answer.tokens)) + reader.flush(is_cut=False)
-    events = reader.take(len(content))
+    reading = reader.take(len(content))
+    events = reading.events
     names = [each.text for each in events if each.kind == "call"]
     assert content.strip() == "" and names
     assert set(names) <= ({"b"} if isinstance(choice, dict) else {"a", "b"})
@@ -458,10 +459,10 @@ def test_forced_calls_are_valid_on_random_weights(weights, choice, parallel, see
             at += 1
         elif each.kind == "arguments":
             texts[at] += each.text
-    for text in texts[: reader.num_calls]:
+    for text in texts[: reading.num_calls]:
         arguments = json.loads(text)
         assert set(arguments) == {"city", "days"} and arguments["days"] in (1, 2)
-    assert reader.num_calls >= len(names) - (answer.finish_reason == "length")
+    assert reading.num_calls >= len(names) - (answer.finish_reason == "length")
 
 
 def test_strict_tools_leave_text_free_and_calls_valid():

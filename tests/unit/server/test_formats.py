@@ -210,14 +210,14 @@ def test_forced_calls_are_valid_whatever_is_drawn(tokenizer_of, name, is_special
         num_whole += 1
         prompt = cut(tokenizer, "<|start|>assistant" if name == "harmony" else "x", None)
         schemas = {"a": STRICT, "b": STRICT}
-        content, events, reader = read(tokenizer, format, ids, prompt=prompt, schemas=schemas)
+        content, events, reading = read(tokenizer, format, ids, prompt=prompt, schemas=schemas)
         _, _, calls = summary("", events)
         assert calls and (content.strip() == "" or name == "harmony"), (content, events)
         assert {called for called, _ in calls} <= (
             {"b"} if isinstance(choice, dict) else {"a", "b"}
         )
         assert choice == "required" or len(calls) == 1
-        assert reader.num_calls == len(calls)
+        assert reading.num_calls == len(calls)
         for _, arguments in calls:
             jsonschema.validate(arguments, STRICT)
     assert num_whole >= 1
@@ -300,12 +300,12 @@ def test_arguments_are_free_beside_a_form_or_where_one_call_is_allowed(
     for seed in range(2):
         ids, is_whole = say_anything(tokenizer, grammar, random.Random(seed))
         prompt = cut(tokenizer, "<|start|>assistant" if name == "harmony" else "x", None)
-        content, events, reader = read(tokenizer, format, ids, prompt=prompt, schemas=SCHEMAS)
+        content, events, reading = read(tokenizer, format, ids, prompt=prompt, schemas=SCHEMAS)
         if is_whole and form and name != "harmony":  # which may say more than that
-            assert reader.num_failed == 0 and (events or jsonschema.validate(
+            assert reading.num_failed == 0 and (events or jsonschema.validate(
                 json.loads(content), FORM) is None)  # fmt: skip
         if beside != "form":
-            assert reader.num_calls <= 1
+            assert reading.num_calls <= 1
 
 
 @pytest.mark.parametrize("name", ["hermes", "gemma4", "mistral"])

@@ -73,12 +73,13 @@ def cut(tokenizer, text, rng):
 
 
 def read(tokenizer, format, ids, *, prompt=(), tools=True, schemas=None, is_cut=False):
-    """Content and the other events, neighbours of one kind joined."""
+    """Content, the other events, neighbours of one kind joined, and the whole reading."""
     reader = Reader(tokenizer, format, prompt, reads_calls=tools, schemas=schemas)
     content = "".join(reader.push(token) for token in ids) + reader.flush(is_cut=is_cut)
-    events = joined(reader.take(len(content), is_last=True))
+    reading = reader.take(len(content), is_last=True)
+    events = joined(reading.events)
     assert "".join(each.text for each in events if each.kind == "content") == content
-    return content, [each for each in events if each.kind != "content"], reader
+    return content, [each for each in events if each.kind != "content"], reading
 
 
 def joined(events):
@@ -336,10 +337,10 @@ def test_text_and_calls_keep_their_order_however_they_are_cut(of_kind, name):
             content += reader.push(token)
             if rng.random() < 0.3:
                 size = rng.randrange(len(content) + 1)  # the rest may be a stop string's beginning
-                events += reader.take(size)
+                events += reader.take(size).events
                 content = content[size:]
         content += reader.flush(is_cut=False)
-        events += reader.take(len(content), is_last=True)
+        events += reader.take(len(content), is_last=True).events
         said = [e.text for e in joined(events) if e.kind in ("content", "call")]
         assert said == PARTS, seed
         assert all(text[e.at :].startswith(e.text) for e in events if e.kind == "content")
@@ -354,9 +355,9 @@ def test_reasoning_that_the_prompt_has_opened(of_kind, name):
     tokenizer = of_kind(name)
     prompt = cut(tokenizer, "<|im_start|>assistant\n<think>\n", None)
     ids = cut(tokenizer, "Hm.\n</think>\n\nYes.", None)
-    content, events, reader = read(tokenizer, FORMATS[name], ids, prompt=prompt)
+    content, events, reading = read(tokenizer, FORMATS[name], ids, prompt=prompt)
     assert (content, events) == ("Yes.", thought("Hm."))
-    assert 3 <= reader.num_reasoning_tokens <= len("Hm.\n</think>")
+    assert 3 <= reading.num_reasoning_tokens <= len("Hm.\n</think>")
     closed = cut(tokenizer, "<think>\n\n</think>\n\n", None)
     assert read(tokenizer, FORMATS[name], ids[:3], prompt=closed)[0] == "Hm."
 
@@ -398,10 +399,10 @@ def test_calls_within_reasoning_that_nothing_closes_are_calls(of_kind):
     tokenizer = of_kind("hermes")
     prompt = cut(tokenizer, "<|im_start|>assistant\n<think>\n", None)
     text = f"I look.\n<tool_call>{BODY}</tool_call>"
-    content, events, reader = read(
+    content, events, reading = read(
         tokenizer, FORMATS["hermes"], cut(tokenizer, text, None), prompt=prompt
     )
-    assert (content, events, reader.num_calls) == ("I look.", [*thought(text), *call("look")], 1)
+    assert (content, events, reading.num_calls) == ("I look.", [*thought(text), *call("look")], 1)
 
 
 def test_without_tools_a_call_is_text(of_kind):
@@ -417,7 +418,7 @@ def test_arguments_come_as_they_are_written(of_kind):
     pieces = []
     for token in cut(tokenizer, f"<tool_call>{BODY}</tool_call>", None):
         reader.push(token)
-        pieces += [each.text for each in reader.take(0) if each.kind == "arguments"]
+        pieces += [each.text for each in reader.take(0).events if each.kind == "arguments"]
     assert "".join(pieces) == HEAD
     assert len(pieces) > len(HEAD) // 2
 
@@ -425,8 +426,8 @@ def test_arguments_come_as_they_are_written(of_kind):
 def test_a_cut_call_keeps_what_was_written(of_kind):
     tokenizer = of_kind("hermes")
     ids = cut(tokenizer, CALL_F + '{"a": [1, ', None)
-    content, events, reader = read(tokenizer, FORMATS["hermes"], ids)
-    assert content == "" and reader.num_calls == 0
+    content, events, reading = read(tokenizer, FORMATS["hermes"], ids)
+    assert content == "" and reading.num_calls == 0
     assert events == broken('{"a": [1, ', '{"a": [1, ')
 
 

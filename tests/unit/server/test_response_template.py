@@ -63,14 +63,14 @@ def test_reads_what_transformers_reads(of_kind, name):  # noqa: F811
     tokenizer, format = of_kind("hermes"), read_response_template(template)
     for seed in (None, *range(20)):
         ids = cut(tokenizer, text, None if seed is None else random.Random(seed))
-        content, events, reader = read(tokenizer, format, ids)
+        content, events, reading = read(tokenizer, format, ids)
         names = [each.text for each in events if each.kind == "call"]
         arguments = [json.loads(each.text) for each in events if each.kind == "arguments"]
         assert names == [one["name"] for one in functions]
         assert arguments == [one["arguments"] for one in functions]
         thought = "".join(each.text for each in events if each.kind == "reasoning")
         assert thought == theirs.get("thinking", "")
-        assert content.strip() == theirs.get("content", "") and reader.num_failed == 0
+        assert content.strip() == theirs.get("content", "") and reading.num_failed == 0
 
 
 def test_what_is_written_as_a_known_format_has_its_grammar():

@@ -15,7 +15,7 @@ from rooflax import LLM, AsyncLLM, ExecutionOptions, RequestError
 from rooflax.engine.compilation import count_compilations
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.loading.adapters import open_adapter
-from rooflax.loading.gguf_adapter import save_gguf_adapter
+from rooflax.loading.gguf_adapter_save import save_gguf_adapter
 from rooflax.loading.model_info import model_info
 from rooflax.models.adapters import targets
 from rooflax.models.presets import CHAT_NAME

@@ -10,7 +10,8 @@ from rooflax.errors import RequestError
 from rooflax.models import registry
 from rooflax.models.memory import estimate
 from rooflax.models.registry import read_config
-from rooflax.nn.shards import Shards, config_on, parse_mesh, part_sizes
+from rooflax.nn.shard_sizes import config_on, part_sizes
+from rooflax.nn.shards import Shards, parse_mesh
 from rooflax.nn.storage import Storage
 from tests import encoder_cases
 from tests.engine.engine.test_families import WRAPPERS

@@ -116,7 +116,7 @@ def _write_gguf(args: argparse.Namespace, merged: Any) -> list[str]:
 
 
 def _write_adapter(args: argparse.Namespace, info: Any, adapter: Any) -> list[str]:
-    from rooflax.loading.gguf_adapter import save_gguf_adapter
+    from rooflax.loading.gguf_adapter_save import save_gguf_adapter
 
     save_gguf_adapter(info, adapter, args.output, args.gguf)
     return []

@@ -1,4 +1,4 @@
-"""llama.cpp's LoRA files: A and B beside the tensors of a GGUF file, read and written.
+"""llama.cpp's LoRA files: A and B beside the tensors of a GGUF file.
 
 A pair is named after the stored tensor that it changes: NAME.lora_a [rank, in] and NAME.lora_b
 [out, rank]. B's rows have that tensor's order (models/gguf_changes.py). The file has one alpha,
@@ -9,43 +9,35 @@ Source: https://github.com/ggml-org/llama.cpp, src/llama-adapter.cpp and convert
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
+from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.fields.kinds import is_number
 from rooflax.loading.adapter_config import MAX_ALPHA, MAX_RANK, AdapterConfig, named
 from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_blocks import dequantize, is_plain
 from rooflax.loading.gguf_metadata import written_spec
-from rooflax.loading.gguf_save import stored_as, write_gguf
 from rooflax.loading.gguf_weights import Entry, tensor_entries
 from rooflax.loading.model_info import ModelInfo
 from rooflax.models.adapters import Target
 from rooflax.models.registry import family
 
-if TYPE_CHECKING:
-    from rooflax.loading.adapters import Adapter
-
 ENDS = ".lora_a", ".lora_b"
 TYPE, ALPHA, INVOCATION = "adapter.type", "adapter.lora.alpha", "adapter.alora.invocation_tokens"
-FILE_TYPES = ("F32", "BF16")
-"""Types of A and B."""
 
 
-def _model_type(info: ModelInfo) -> str:
+def model_type(info: ModelInfo) -> str:
     return family(info.family).config_to_hf(info.config)["model_type"]
 
 
 def adaptable(info: ModelInfo, targets: Mapping[str, Target]) -> dict[str, Entry]:
     """By module the stored tensors of each linear layer that a file has by itself, as a matrix."""
-    entries = tensor_entries(_model_type(info), info.config)
+    entries = tensor_entries(model_type(info), info.config)
     kept = {}
     for module, target in targets.items():
         entry = entries.get(target.weight)
@@ -108,7 +100,7 @@ def read_gguf_adapter(
 
 
 def _checked_alpha(file: GGUFFile, info: ModelInfo) -> float:
-    path, spec = file.path, written_spec(_model_type(info))
+    path, spec = file.path, written_spec(model_type(info))
     for key, wanted in (
         ("general.type", ["adapter"]),
         (TYPE, ["lora"]),
@@ -159,59 +151,3 @@ def _pair(file: GGUFFile, target: Target, entry: Entry) -> tuple[np.ndarray, np.
 def _numbers(file: GGUFFile, name: str) -> np.ndarray:
     array, kind = file.read(name), file.info(name).dtype
     return np.asarray(array if is_plain(kind) else dequantize(kind, array), np.float32)
-
-
-def save_gguf_adapter(
-    info: ModelInfo, adapter: Adapter, path: str | os.PathLike[str], kind: str
-) -> None:
-    """Writes an adapter as a file that llama.cpp opens beside the model's.
-
-    Where layers differ in alpha, or in scale beyond 1 / rank, B is multiplied by the scale.
-
-    Args:
-        path: of the file; an existing one is replaced once the new one is complete.
-        kind: one of `FILE_TYPES`.
-
-    Raises:
-        RequestError: another type.
-        UnsupportedModelError: such a file cannot say what the adapter is.
-        CheckpointError: a number is NaN or infinite.
-        OSError: the disk is full or not writable; what was there before stays.
-    """
-    if kind not in FILE_TYPES:
-        raise RequestError(f"gguf is {kind!r}; an adapter is written as {' or '.join(FILE_TYPES)}.")
-    if adapter.config.use_dora:
-        raise UnsupportedModelError(
-            f"{adapter.folder} is a DoRA, which llama.cpp does not compute; merge it instead."
-        )
-    architecture = written_spec(_model_type(info)).architecture
-    if info.gguf is not None:
-        architecture = info.gguf.metadata["general.architecture"]
-    entries, config = adaptable(info, adapter.targets), adapter.config
-    if lacking := adapter.targets.keys() - entries.keys():
-        raise UnsupportedModelError(
-            f"{adapter.folder} changes {min(lacking)}, of which a GGUF file of {info.family} has "
-            f"no matrix by itself; merge it instead."
-        )
-    alphas = {np.float32(config.scale_of(m) * config.rank_of(m)) for m in adapter.targets}
-    alpha = float(alphas.pop()) if len(alphas) == 1 else 0.0
-    tensors: dict[str, np.ndarray] = {}
-    for module, part in adapter.read(info).items():
-        target, entry = adapter.targets[module], entries[module]
-        b = part.b if alpha else part.b * np.float32(part.scale)
-        if entry.change.inputs() is not None:
-            pairs = [(entry.change.undo(part.a)[0], b)]
-        else:
-            rows = entry.change.undo(b.T if target.is_transposed else b)
-            pairs = [(part.a, each) for each in rows]
-        for stored, pair in zip(entry.stored, pairs, strict=True):
-            tensors |= {stored + end: each for end, each in zip(ENDS, pair, strict=True)}
-    metadata: dict[str, Any] = {
-        "general.architecture": architecture,
-        "general.type": "adapter",
-        "general.name": adapter.folder.resolve().name,
-        TYPE: "lora",
-        ALPHA: alpha,
-    }
-    infos = {name: stored_as(array.shape, kind) for name, array in tensors.items()}
-    write_gguf(path, metadata, infos, tensors.items(), info.name)

@@ -71,7 +71,7 @@ class IncrementalDecoder:
         return self._decoder.finish()
 
     def take(self, num_characters: int, *, is_last: bool) -> None:
-        """Nothing: its text says all that it has read."""
+        """Nothing: its text is all that it has read."""
 
 
 class _Decoder(Protocol):

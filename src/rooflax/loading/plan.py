@@ -46,7 +46,8 @@ from rooflax.nn.execution import (
 )
 from rooflax.nn.layout import SNAPSHOT_BYTES, blocks_needed
 from rooflax.nn.mesh import make_mesh, shards_of
-from rooflax.nn.shards import Shards, config_on
+from rooflax.nn.shard_sizes import config_on
+from rooflax.nn.shards import Shards
 from rooflax.nn.storage import Storage
 from rooflax.ops import accelerator, kernels
 from rooflax.ops.formats import format_on

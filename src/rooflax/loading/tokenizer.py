@@ -21,11 +21,10 @@ from tokenizers import AddedToken
 from rooflax.errors import RequestError
 from rooflax.loading.gguf import GGUFFile, open_gguf
 from rooflax.loading.gguf_tokenizer import read_gguf_tokenizer
-from rooflax.loading.incremental import IncrementalDecoder
 from rooflax.loading.json_files import read_json_object
 from rooflax.loading.tokenizer_folder import library_errors, read_folder
 
-__all__ = ["IncrementalDecoder", "PlainTokenizer", "Tokenizer", "lone_surrogate"]
+__all__ = ["PlainTokenizer", "Tokenizer", "lone_surrogate"]
 
 LONG_TEXT = 16_384
 """Characters that take about 10 ms to encode."""

@@ -9,7 +9,8 @@ from rooflax.nn.decoder import Decoder
 from rooflax.nn.execution import gib
 from rooflax.nn.kv_cache import bytes_per_token, padding_per_token
 from rooflax.nn.layout import SCORED_AT_ONCE, blocks_needed, num_snapshots
-from rooflax.nn.shards import Shards, config_on, part_sizes
+from rooflax.nn.shard_sizes import config_on, part_sizes
+from rooflax.nn.shards import Shards
 from rooflax.nn.storage import Storage
 from rooflax.ops import accelerator
 from rooflax.ops.attention.api import PAGED

@@ -15,7 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rooflax.nn.layers import stack_layers, unstack_layers
 from rooflax.nn.mesh import shards_of, weights_specs
-from rooflax.nn.shards import STAGE, config_on, kv_copies, whole_shape
+from rooflax.nn.shard_sizes import config_on, kv_copies, whole_shape
+from rooflax.nn.shards import STAGE
 from rooflax.nn.storage import WeightPlan
 from rooflax.nn.tensor_layouts import GROUP_ENDS, Where
 from rooflax.nn.weights import WeightLine

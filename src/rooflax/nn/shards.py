@@ -1,4 +1,4 @@
-"""Partition of arrays over the axes of a mesh, and the arithmetic of the parts.
+"""Partition of arrays over the axes of a mesh.
 
 This module imports no jax: what a mesh would hold is known without its devices.
 """
@@ -11,11 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rooflax.errors import RequestError
-from rooflax.ops.tiles import padded_vocab
 
 if TYPE_CHECKING:
-    from rooflax.nn.decoder import AnyAttention, Decoder
-    from rooflax.nn.tensor_layouts import Shape
     from rooflax.nn.weights import WeightLine
 
 DATA, STAGE, SEQUENCE, EXPERT, TENSOR = AXES = ("data", "stage", "sequence", "expert", "tensor")
@@ -109,42 +106,12 @@ def axis_sizes(text: str, axes: tuple[str, ...]) -> dict[str, int]:
     return sizes
 
 
-def config_on(config: Decoder, shards: Shards) -> Decoder:
-    """The config that the parts of a model have: with as many K/V heads as the split needs.
-
-    Where there are more tensor shards than K/V heads, each K/V head is copied to as many shards,
-    and its query heads are divided among them.
-
-    Raises:
-        RequestError: a split that leaves a remainder, with the arithmetic.
-    """
-    for kind in config.attentions:
-        if kv_copies(kind, shards) > 1 and kind.flat_norm:
-            raise RequestError(
-                f"The mesh has tensor={shards.tensor} and the model {kind.num_kv_heads} K/V heads, "
-                f"whose norm is of all heads together; choose a tensor axis that divides them."
-            )
-    if config.groups.state is not None and (split := shards.among(DATA, SEQUENCE)):
-        raise RequestError(
-            f"The mesh has {split[0]}={shards.sizes[split[0]]} and the model layers with state, "
-            f"which rooflax splits over tensor, expert and stage alone; leave that axis out."
-        )
-    config = config.with_kv_copies({kind: kv_copies(kind, shards) for kind in config.attentions})
-    check_split(config.axis_sizes, shards)
-    repeats = config.num_layers // config.groups.period
-    if shards.stage > 1 and repeats % shards.stage:
-        period = config.groups.period
-        alike = f"{config.num_layers} layers" if period == 1 else f"{repeats} x {period} layers"
-        _reject(repeats, alike, STAGE, shards.stage)
-    return config
-
-
 def check_split(sizes: Mapping[str, int], shards: Shards) -> None:
     """Rejects a split that leaves a remainder, with the arithmetic."""
     for axis, size in sizes.items():
-        rule = _rule(axis) if _base(axis) in SPLIT else None
+        rule = rule_of(axis) if _base(axis) in SPLIT else None
         if rule and size % getattr(shards, rule):
-            _reject(size, f"{size} {axis}", rule, getattr(shards, rule))
+            reject_rest(size, f"{size} {axis}", rule, getattr(shards, rule))
     if shards.expert > 1 and "experts" not in sizes:
         raise RequestError(
             f"The mesh has expert={shards.expert} and this model has no experts; leave that axis "
@@ -152,18 +119,12 @@ def check_split(sizes: Mapping[str, int], shards: Shards) -> None:
         )
 
 
-def _reject(count: int, what: str, axis: str, parts: int) -> None:
+def reject_rest(count: int, what: str, axis: str, parts: int) -> None:
+    """Rejects a split that leaves a remainder, with the arithmetic."""
     raise RequestError(
         f"{what} do not divide over {parts} devices ({count} = {parts} x {count // parts} "
         f"+ {count % parts}); choose a mesh whose {axis} axis divides them."
     )
-
-
-def kv_copies(attention: AnyAttention, shards: Shards) -> int:
-    """Number of tensor shards that each K/V head is copied to."""
-    kv_heads, parts = attention.num_kv_heads, shards.tensor
-    fits = parts % kv_heads == 0 and attention.num_heads % parts == 0
-    return parts // kv_heads if parts > kv_heads and fits else 1
 
 
 def _base(axis: str) -> str:
@@ -171,29 +132,12 @@ def _base(axis: str) -> str:
     return axis.rpartition(".")[2]
 
 
-def _rule(axis: str) -> str | None:
-    """Over which axis of a mesh an axis is split."""
+def rule_of(axis: str) -> str | None:
+    """The axis of a mesh that an axis is split over."""
     return RULES.get(_base(axis))
 
 
 def split_axes(line: WeightLine, shards: Shards) -> tuple[str | None, ...]:
     """Per axis of a weight the mesh's axis that it is split over."""
-    rules = map(_rule, line.axis_names)
+    rules = map(rule_of, line.axis_names)
     return tuple(axis if axis and getattr(shards, axis) > 1 else None for axis in rules)
-
-
-def whole_shape(line: WeightLine, config: Decoder, shards: Shards) -> Shape:
-    """All parts of a weight together, the vocabulary padded; `config` is as `config_on` gives."""
-    sizes = dict(config.axis_sizes)
-    sizes["vocab"] = padded_vocab(sizes["vocab"], shards.tensor)
-    return line.shape(sizes)
-
-
-def part_sizes(config: Decoder, shards: Shards) -> dict[str, int]:
-    """Axis sizes of one device's part; `config` is as `config_on` gives."""
-    sizes = dict(config.axis_sizes)
-    sizes["vocab"] = padded_vocab(sizes["vocab"], shards.tensor)
-    for name in sizes:
-        if axis := _rule(name):
-            sizes[name] //= getattr(shards, axis)
-    return sizes

@@ -9,7 +9,8 @@ from rooflax.cli.main import main
 from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
 from rooflax.loading.adapters import fused, open_adapter
 from rooflax.loading.gguf import GGUFFile
-from rooflax.loading.gguf_adapter import adaptable, save_gguf_adapter
+from rooflax.loading.gguf_adapter import adaptable
+from rooflax.loading.gguf_adapter_save import save_gguf_adapter
 from rooflax.loading.gguf_save import save_gguf
 from rooflax.loading.model_info import model_info
 from rooflax.models.adapters import targets

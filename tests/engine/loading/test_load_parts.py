@@ -8,7 +8,8 @@ from rooflax import LLM
 from rooflax.loading import tensor_plan
 from rooflax.loading.checkpoint import Checkpoint
 from rooflax.models.registry import read_config
-from rooflax.nn.shards import Shards, split_axes, whole_shape
+from rooflax.nn.shard_sizes import whole_shape
+from rooflax.nn.shards import Shards, split_axes
 from rooflax.nn.tensor_layouts import TensorLayout
 from tests import goldens
 from tests.sharding import CONFIGS, write_checkpoint

@@ -13,11 +13,12 @@ import rooflax
 from rooflax import LLM, ExecutionOptions, SamplingParams, decode_step, new_cache, prefill
 from rooflax.engine.compilation import LOOP_EMITTERS, compiler_options, count_compilations
 from rooflax.errors import RequestError
-from rooflax.nn.shards import Shards, check_split, padded_vocab
+from rooflax.nn.shards import Shards, check_split
 from rooflax.nn.storage import Storage
 from rooflax.nn.weights import assemble
 from rooflax.ops import native
 from rooflax.ops.formats import resolve_format
+from rooflax.ops.tiles import padded_vocab
 from tests import goldens
 from tests.chunks import assert_same_bits
 from tests.marks import cases

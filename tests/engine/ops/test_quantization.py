@@ -151,7 +151,7 @@ def test_a_table_from_its_other_side_and_its_rows(format):
 
 
 def test_axes_of_several_sizes_and_chunks(monkeypatch):
-    monkeypatch.setattr("rooflax.ops.weights.quantized.CHUNK", 32)
+    monkeypatch.setattr("rooflax.ops.weights.packing.CHUNK", 32)
     w = np.random.default_rng(1).standard_normal((64, 3, 5, 6)).astype(np.float32)
     packed = quantize(w, "w4a8", (64,), (3, 5, 6))
     assert packed.shape == w.shape

@@ -12,9 +12,9 @@ from hypothesis import strategies as some
 from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
 from rooflax.loading.generation_config import read_generation_defaults
 from rooflax.loading.gguf_tokenizer import PRE_TOKENIZERS
-from rooflax.loading.incremental import spelled_bytes
+from rooflax.loading.incremental import IncrementalDecoder, spelled_bytes
 from rooflax.loading.model_info import embedded_folder
-from rooflax.loading.tokenizer import IncrementalDecoder, Tokenizer
+from rooflax.loading.tokenizer import Tokenizer
 from tests import goldens, tokenizer_cases
 
 KINDS = ["gpt2", "gpt_oss", "llama2", "llama3", "qwen"]

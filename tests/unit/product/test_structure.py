@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import tomllib
 from pathlib import Path
@@ -54,3 +55,22 @@ def test_torch_and_transformers_are_imported_by_verify_alone() -> None:
         inside = path.relative_to(ROOT / "src" / "rooflax")
         if inside not in allowed:
             assert not pattern.search(path.read_text(encoding="utf-8")), inside
+
+
+def test_no_files_import_each_other() -> None:
+    """Not even within functions or for annotations."""
+    names = [".".join(path.relative_to(ROOT / "src").with_suffix("").parts) for path in SOURCES]
+    modules = {
+        name.removesuffix(".__init__"): path for name, path in zip(names, SOURCES, strict=True)
+    }
+    graph = {}
+    for module, path in modules.items():
+        imported = set[str]()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                inner = {f"{node.module}.{alias.name}" for alias in node.names} & modules.keys()
+                imported |= inner or {f"{node.module}"}
+        graph[module] = imported & modules.keys() - {module}
+    graphlib.TopologicalSorter(graph).prepare()  # a CycleError names them

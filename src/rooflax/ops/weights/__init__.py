@@ -19,18 +19,9 @@ from rooflax.ops.weights.operand import (
     split_leaf,
     taken,
 )
+from rooflax.ops.weights.packing import pack, pack_blocks, packed_bytes, placed, quantize
 from rooflax.ops.weights.pairs import Pairs, pack_pairs
-from rooflax.ops.weights.quantized import (
-    CODES,
-    Quantized,
-    class_of,
-    int8_codes,
-    pack,
-    pack_blocks,
-    packed_bytes,
-    placed,
-    quantize,
-)
+from rooflax.ops.weights.quantized import CODES, Quantized, class_of, int8_codes
 
 __all__ = [
     "Branch",

@@ -33,7 +33,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops.formats import GROUP
-from rooflax.ops.weights.quantized import Encoded, Quantized, both_halves, quantize, split_blocks
+from rooflax.ops.weights.packing import quantize
+from rooflax.ops.weights.quantized import Encoded, Quantized, both_halves, split_blocks
 from rooflax.ops.weights.rotation import BLOCK, restore, rotate
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)

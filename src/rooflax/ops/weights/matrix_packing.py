@@ -6,7 +6,7 @@ Both hold the same codes and scales: see `quantized`. Arrays may be NumPy's.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,7 @@ import numpy as np
 
 from rooflax.ops.formats import GROUP, PANEL
 from rooflax.ops.tiles import ROWS
-
-if TYPE_CHECKING:
-    from rooflax.ops.weights.quantized import Quantized
+from rooflax.ops.weights.quantized import Quantized
 
 
 def e8m0(scales: jax.Array) -> jax.Array:

@@ -39,7 +39,7 @@ from rooflax.nn.storage import Part, is_head, is_matmul, matmul_shape, matrices_
 from rooflax.nn.tensor_layouts import HeadPart
 from rooflax.nn.weights import Param
 from rooflax.ops import accelerator
-from rooflax.ops.formats import BESIDE, GROUP, KNOWN, twice
+from rooflax.ops.formats import BESIDE, GROUP, KNOWN, of_two_terms
 from rooflax.ops.host_arrays import Put
 from rooflax.ops.weights import Fused, Quantized, class_of, pack, pack_blocks
 
@@ -169,8 +169,8 @@ class GGUFWeights(DerivedSource):
         if len(set(each)) > 1 and all(each) and len(each) == len(sizes):
             return BESIDE.join(each)
         format = format_for(set(kinds), moved=moved)
-        if format and twice(format) in KNOWN and self._needs_precision(param):
-            return twice(format)
+        if format and of_two_terms(format) in KNOWN and self._needs_precision(param):
+            return of_two_terms(format)
         return format
 
     def _needs_precision(self, param: Param) -> bool:

@@ -116,7 +116,7 @@ def is_at_an_end(layer: int, num_layers: int) -> bool:
     return layer < edge or layer >= num_layers - edge
 
 
-def twice(name: str) -> str:
+def of_two_terms(name: str) -> str:
     """The format with the same codes whose activations are the sum of two int8 numbers."""
     return name.replace("a8", "a8x2") if "a8" in name else f"{name}-a8x2"
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rooflax.ops import native
-from rooflax.ops.formats import KNOWN, twice
+from rooflax.ops.formats import KNOWN, of_two_terms
 from rooflax.ops.linear import Activation, Norm, cpu, linear
 from rooflax.ops.linear.args import LinearArgs
 from rooflax.ops.weights import StackMember, quantize
@@ -49,7 +49,7 @@ def with_outliers(rows, inner, seed=0):
 @pytest.mark.parametrize("name", NAMES)
 def test_products_are_nearly_those_of_activations_that_are_kept(instruction_set, name):
     w = weight(name, 512, 53)
-    two, x = replace(w, format=twice(name)), with_outliers(ROWS[-1], 512)
+    two, x = replace(w, format=of_two_terms(name)), with_outliers(ROWS[-1], 512)
     exact = np.asarray(x, np.float64) @ np.asarray(w.numbers(), np.float64)
     once = np.abs(np.asarray(product(x, w)) - exact).max()
     rounded = np.asarray(two.activations(x), np.float64) @ np.asarray(w.numbers(), np.float64)
@@ -62,14 +62,14 @@ def test_products_are_nearly_those_of_activations_that_are_kept(instruction_set,
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_does_not_depend_on_the_rows_beside_it(instruction_set, name):
     """Bit for bit, wide enough to be shared among threads."""
-    two = replace(weight(name, 256, 1000), format=twice(name))
+    two = replace(weight(name, 256, 1000), format=of_two_terms(name))
     same_alone(linear, ROWS, with_outliers(ROWS[-1], 256, seed=7), two, None)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_before_and_behind_is_part_of_it(name):
     """A norm or a gate, a bias and a residual, as in float32 around it."""
-    two = replace(weight(name, 64, 53), format=twice(name))
+    two = replace(weight(name, 64, 53), format=of_two_terms(name))
     rng = np.random.default_rng(3)
     x, both = with_outliers(5, 64), with_outliers(5, 128).reshape(5, 2, 64)
     bias, scale = (jnp.asarray(rng.standard_normal(n), jnp.float32) for n in (53, 64))
@@ -88,7 +88,7 @@ def test_what_is_before_and_behind_is_part_of_it(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_experts_and_layers_are_read_where_they_lie(name):
     """One of a stack, and rows with experts of their own, have the bits of each weight alone."""
-    stack = replace(weight(name, 64, 64, 3), format=twice(name))
+    stack = replace(weight(name, 64, 64, 3), format=of_two_terms(name))
     x = with_outliers(11, 64, seed=1)
     members = [stack.member(i) for i in range(3)]
     for i, member in enumerate(members):
@@ -103,5 +103,5 @@ def test_experts_and_layers_are_read_where_they_lie(name):
 
 def test_a_name_for_each_format_of_files():
     twos = {name: format for name, format in KNOWN.items() if format.num_terms == 2}
-    assert {twice(name) for name in ("w8a8-g32", "w4a8", "q4_k", "iq4_xs")} <= twos.keys()
+    assert {of_two_terms(name) for name in ("w8a8-g32", "w4a8", "q4_k", "iq4_xs")} <= twos.keys()
     assert all(format.quantizes_activations for format in twos.values())

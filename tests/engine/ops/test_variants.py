@@ -11,7 +11,7 @@ import pytest
 import rooflax
 from rooflax.files import only_writer
 from rooflax.ops import native, variants
-from rooflax.ops.formats import CPU_FORMATS, FORMATS, twice
+from rooflax.ops.formats import CPU_FORMATS, FORMATS, of_two_terms
 from rooflax.ops.linear import Activation, Norm, linear, unembed
 from rooflax.ops.weights import Dense, as_operand, quantize
 from tests.engine.ops.test_two_terms import weight as drawn_weight
@@ -65,19 +65,22 @@ def logits(x, table):
 
 
 BLOCKS = ("q4_1", "q6_k", "q2_k")
-TWICE = ("w4a8", *BLOCKS)
+TWO_TERMS = ("w4a8", *BLOCKS)
 """With activations that are sums of two int8 numbers."""
 
 
 @pytest.mark.parametrize(
-    "format", ["float32", "bfloat16", *FORMATS, *CPU_FORMATS, *BLOCKS, *map(twice, TWICE)]
+    "format",
+    ["float32", "bfloat16", *FORMATS, *CPU_FORMATS, *BLOCKS, *map(of_two_terms, TWO_TERMS)],
 )
 def test_bits_do_not_depend_on_the_variant(format):
     """Every variant that may be preferred; others are refused."""
     w = RNG.standard_normal((INNER, OUTER)).astype(np.float32)
     if plain := format in ("float32", "bfloat16"):
         weight = jnp.asarray(w, format)
-    elif name := next((name for name in (*BLOCKS, *TWICE) if format in (name, twice(name))), None):
+    elif name := next(
+        (name for name in (*BLOCKS, *TWO_TERMS) if format in (name, of_two_terms(name))), None
+    ):
         weight = replace(drawn_weight(name, INNER, OUTER), format=format)
     else:
         weight = quantize(w, format, (INNER,), (OUTER,))

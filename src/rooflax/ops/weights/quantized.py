@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops.dot import dot_general
-from rooflax.ops.formats import GROUP, KNOWN, PANEL, Format, twice
+from rooflax.ops.formats import GROUP, KNOWN, PANEL, Format, of_two_terms
 from rooflax.ops.weights.operand import Axes, StoredOperand
 
 ARRAYS = ("values", "scales", "sums")
@@ -82,7 +82,7 @@ class Quantized(StoredOperand):
         CODES[cls.code] = cls
         KNOWN.update({name: Format(cls.code, rounds) for name, rounds in cls.names.items()})
         rounded = [name for name in cls.blocks.values() if KNOWN[name].quantizes_activations]
-        KNOWN.update({twice(name): Format(cls.code, True, 2) for name in rounded})
+        KNOWN.update({of_two_terms(name): Format(cls.code, True, 2) for name in rounded})
 
     # Of a format
 

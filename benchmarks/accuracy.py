@@ -28,7 +28,7 @@ from rooflax.loading.model_info import model_info
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.ops import native
-from rooflax.ops.formats import FORMATS
+from rooflax.ops.format_names import FORMATS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "quantization.md"

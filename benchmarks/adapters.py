@@ -16,7 +16,7 @@ from statistics import median
 import numpy as np
 
 from rooflax import LLM, SamplingParams
-from rooflax.bench.statistics import MIN_PAIRS, paired_ratio
+from rooflax.bench.figures import MIN_PAIRS, paired_ratio
 from rooflax.bench.timeline import Timeline
 from rooflax.engine.compilation import count_compilations
 from rooflax.engine.engine import Engine

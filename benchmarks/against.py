@@ -100,7 +100,7 @@ class Side:
 
 
 def single_requests(args: argparse.Namespace) -> tuple[dict[str, Any], bool]:
-    from rooflax.bench.statistics import paired_ratio
+    from rooflax.bench.figures import paired_ratio
 
     theirs, ours = Side(args.checkout), Side(None)
     rows, passed = [], True

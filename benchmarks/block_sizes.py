@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rooflax.bench.statistics import MIN_PAIRS, Ratio, paired_ratio
+from rooflax.bench.figures import MIN_PAIRS, Ratio, paired_ratio
 from rooflax.bench.timing import timed
 from rooflax.errors import RequestError
 from rooflax.loading.model_info import ModelInfo, model_info

@@ -99,7 +99,7 @@ def few(tiny: bool) -> dict[str, int]:
 
 def linear_case(format: str, rows: int, tiny: bool, implementation: str | None) -> Figures:
     """Against the reference in float32; read from as many matrices as the cache does not hold."""
-    from rooflax.ops.formats import FORMATS
+    from rooflax.ops.format_names import FORMATS
     from rooflax.ops.linear import linear
     from rooflax.ops.weights import StackMember, StoredOperand, as_operand
 

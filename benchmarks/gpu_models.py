@@ -147,7 +147,7 @@ def _one(key: Any, init: str, shape: Any, kind: str, std: float) -> Any:
         return (jax.random.normal(key, shape, jnp.float32) * std).astype(kind)
     import math
 
-    from rooflax.ops.formats import FORMATS
+    from rooflax.ops.format_names import FORMATS
     from rooflax.ops.weights import class_of
 
     stack, in_shape, out_shape = shape

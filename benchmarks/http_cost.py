@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from rooflax import AsyncLLM, SamplingParams
+from rooflax.bench.figures import MIN_PAIRS, paired_ratio
 from rooflax.bench.load import Target, answered, closed_loop
-from rooflax.bench.statistics import MIN_PAIRS, paired_ratio
 from rooflax.cli.own_server import own_server
 from rooflax.http_client import Server
 

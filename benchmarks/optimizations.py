@@ -30,9 +30,9 @@ import numpy as np
 
 from rooflax import Model, decode_step, load, new_cache, prefill
 from rooflax.bench.environment import environment
+from rooflax.bench.figures import paired_ratio
 from rooflax.bench.measure import Bench
 from rooflax.bench.report import ablation_markdown
-from rooflax.bench.statistics import paired_ratio
 from rooflax.bench.workload import Workload
 from rooflax.engine.compilation import count_compilations
 from rooflax.folders import CACHE_VARIABLE

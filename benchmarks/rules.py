@@ -30,8 +30,8 @@ import numpy as np
 from rooflax import Model, new_cache, prefill
 from rooflax.bench.ceilings import LARGEST_BUFFER, ceiling_reader
 from rooflax.bench.environment import environment
+from rooflax.bench.figures import paired_ratio, unpaired_ratio
 from rooflax.bench.measure import Bench, measure, median_share, share_of_roofline
-from rooflax.bench.statistics import paired_ratio, unpaired_ratio
 from rooflax.bench.timing import best_of
 from rooflax.bench.trials import run_trial, warm_up
 from rooflax.bench.worker import measure_apart

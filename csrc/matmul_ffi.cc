@@ -29,7 +29,7 @@ constexpr int64_t kCodesFrom = 2;
 enum class Layout : int64_t { kMatrix, kTable, kInt8, kFp8, kInt8Groups, kInt4, kMxfp4, kPairs = kCodesFrom + kCodes };
 // The attribute `bytes`: activations stay, are rounded to int8, are rotated before, or are the sum of two in int8.
 enum class Bytes : int64_t { kNone, kInt8, kRotated, kTwoTerms };
-// By the names of ops/formats.py.
+// By the names of ops/format_names.py.
 constexpr std::pair<const char*, Layout> kLayouts[] = {
     {"matrix", Layout::kMatrix}, {"table", Layout::kTable}, {"int8", Layout::kInt8},
     {"int8-h64", Layout::kInt8},

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rooflax.engine import packing, steps
+from rooflax.engine import device_steps, packing
 from rooflax.engine.packing import StepLayout
 from rooflax.models.model import Model
 from rooflax.models.presets import PRESETS
@@ -101,7 +101,7 @@ def program(
     longest = 1 if step.kind == "decode" else min(tokens, CHUNK)
     layout = StepLayout(rows, tokens, tuple(CONTEXT // BLOCK for _ in groups.windows), longest)
     size = packing.HEADER + rows * layout.width + layout.num_tokens
-    given = steps.StepInput(
+    given = device_steps.StepInput(
         Struct((size,), jnp.int32),  # type: ignore[arg-type]
         Struct((rows + 1, sampling_columns.WIDTH), jnp.int32),  # type: ignore[arg-type]
         masks,  # type: ignore[arg-type]
@@ -109,11 +109,11 @@ def program(
         greedy=step.greedy,
     )
     how: dict[str, Any] = {"options": ExecutionOptions(), "shards": None}
-    run = steps.run_step
+    run = device_steps.run_step
     if step.kind == "scored":
-        run = steps.scored
+        run = device_steps.scored
     if step.kind == "decode":
-        run, how = steps.decode, {**how, "max_steps": MAX_STEPS}
+        run, how = device_steps.decode, {**how, "max_steps": MAX_STEPS}
     return partial(run, **how), (model, (cache, TokenCounts(*seen)), given)  # type: ignore[arg-type]
 
 

@@ -11,8 +11,8 @@ from plan import AT_ONCE, OUR_WAYS, OURS, PEERS, SERVING_PEER
 
 from rooflax.bench.ceilings import Ceiling
 from rooflax.bench.counting import StepCost
+from rooflax.bench.figures import MIN_PAIRS, Summary, paired_ratio
 from rooflax.bench.measure import share_of_roofline
-from rooflax.bench.statistics import MIN_PAIRS, Summary, paired_ratio
 
 SEEN = ("ttft_p50_s", "ttft_p99_s", "longest_gap_s")
 SHAPE = ("batch", "prompt_tokens", "new_tokens")

@@ -28,8 +28,8 @@ from typing import Any
 
 from prepare import made
 
+from rooflax.bench.figures import paired_ratio
 from rooflax.bench.load import ServerLoad, Target, run_load
-from rooflax.bench.statistics import paired_ratio
 from rooflax.http_client import Server
 
 FILES = Path("build/peers")

@@ -23,7 +23,7 @@ from rooflax.engine.buckets import bucket
 from rooflax.engine.compilation import CompileCounts, count_compilations, enable_persistent_cache
 from rooflax.engine.engine import Engine
 from rooflax.engine.features.speculation import Speculation
-from rooflax.engine.offloading import OffloadedFunctions, step_functions
+from rooflax.engine.offloaded_functions import OffloadedFunctions, step_functions
 from rooflax.engine.request_checks import check_prompt
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import Sequence as EngineSequence

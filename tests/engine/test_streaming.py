@@ -9,7 +9,7 @@ import pytest
 
 from rooflax import LLM, ExecutionOptions, SamplingParams, save
 from rooflax.engine.engine import Engine
-from rooflax.engine.offloading import step_functions
+from rooflax.engine.offloaded_functions import step_functions
 from rooflax.errors import CheckpointError, RequestError
 from rooflax.loading.load import load_plan
 from rooflax.loading.plan import PLANNED, make_plan

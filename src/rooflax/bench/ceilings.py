@@ -20,7 +20,7 @@ from rooflax.bench.timing import best_of, timed
 from rooflax.nn.device_memory import free_bytes
 from rooflax.ops import native
 from rooflax.ops.dot import FLOAT32
-from rooflax.ops.formats import KNOWN
+from rooflax.ops.format_names import KNOWN
 from rooflax.ops.weights import CODES as CLASSES
 from rooflax.ops.weights import Quantized
 from rooflax.ops.weights.blocks import Block

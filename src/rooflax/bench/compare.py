@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from rooflax.bench.figures import MIN_PAIRS, Ratio, paired_ratio, unpaired_ratio
 from rooflax.bench.measure import Bench
-from rooflax.bench.statistics import MIN_PAIRS, Ratio, paired_ratio, unpaired_ratio
 from rooflax.bench.trials import Job, warm_up
 from rooflax.bench.workload import Workload
 from rooflax.engine.compilation import count_compilations

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rooflax.bench.statistics import MIN_PAIRS, unpaired_ratio
+from rooflax.bench.figures import MIN_PAIRS, unpaired_ratio
 from rooflax.errors import RequestError
 from rooflax.files import read_regular
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rooflax.bench.statistics import latency_lines, percentiles
+from rooflax.bench.figures import latency_lines, percentiles
 from rooflax.errors import EngineError, RequestError
 from rooflax.http_client import BadAnswer, Client, Reply, Server, choices, event, part, reason
 

@@ -17,7 +17,7 @@ import numpy as np
 from rooflax.bench.ceilings import TERMS, Ceiling, ceiling_reader
 from rooflax.bench.counting import StepCost, decode_cost, prefill_cost
 from rooflax.bench.environment import machine_state
-from rooflax.bench.statistics import Summary, doubts
+from rooflax.bench.figures import Summary, doubts
 from rooflax.bench.timeline import Timeline
 from rooflax.bench.trials import Trial, run_trials, warm_up
 from rooflax.bench.workload import Workload
@@ -29,7 +29,7 @@ from rooflax.llm import LLM
 from rooflax.loading.model_info import model_info
 from rooflax.nn.host_memory import AnonymousPeak, anonymous_bytes, peak_rss_bytes
 from rooflax.nn.storage import Storage
-from rooflax.ops.formats import KNOWN, format_of
+from rooflax.ops.format_names import KNOWN, format_of
 from rooflax.ops.kernels import ran
 
 

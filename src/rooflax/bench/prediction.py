@@ -24,7 +24,7 @@ from rooflax.loading.plan import Plan
 from rooflax.models.memory import ONE_DEVICE
 from rooflax.nn.decoder import Decoder
 from rooflax.ops import native
-from rooflax.ops.formats import format_of
+from rooflax.ops.format_names import format_of
 
 ROWS, PROMPT, CONTEXT = 8, 64, 72
 """Of the steps in the table: rows of several sequences, tokens of a prompt, and a decode step's

@@ -186,7 +186,7 @@ def _measured(works: list[Workload], quiet: bool) -> list[dict[str, Any]]:
 
 def _print_rows(args: argparse.Namespace, document: dict[str, Any]) -> None:
     from rooflax.bench import report
-    from rooflax.bench.statistics import MIN_PAIRS
+    from rooflax.bench.figures import MIN_PAIRS
 
     if args.json:
         terminal.print_json(document)

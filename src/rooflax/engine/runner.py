@@ -19,12 +19,12 @@ from rooflax.engine import packing
 from rooflax.engine.block_manager import BlockCopy
 from rooflax.engine.buckets import SMALLEST_STEP, Buckets, Shape, StepKind, bucket
 from rooflax.engine.compilation import count_compilations
+from rooflax.engine.device_steps import StepInput
 from rooflax.engine.masks import Masks
-from rooflax.engine.offloading import step_functions
+from rooflax.engine.offloaded_functions import step_functions
 from rooflax.engine.packing import DecodeWriter, StepLayout, StepResult, Writer
 from rooflax.engine.scheduler import StepPlan
 from rooflax.engine.sequence import Sequence, fault_of
-from rooflax.engine.steps import StepInput
 from rooflax.errors import EngineError
 from rooflax.models.offloading import AnyModel
 from rooflax.nn.engine_config import EngineConfig

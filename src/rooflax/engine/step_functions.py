@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from rooflax.engine import steps
+from rooflax.engine import device_steps
 from rooflax.engine.buckets import StepKind
 from rooflax.engine.compilation import compiler_options
 from rooflax.models.model import Model
@@ -25,7 +25,7 @@ class StepFunctions:
     """The step functions for one set of options and one mesh, jitted once per process.
 
     Args:
-        run: runs a list of tokens, as `steps.run_step` does, or `pooled`.
+        run: runs a list of tokens, as `device_steps.run_step` does, or `pooled`.
         of_run: static arguments of it alone.
     """
 
@@ -34,23 +34,26 @@ class StepFunctions:
         options: ExecutionOptions,
         mesh: Mesh | None,
         max_steps: int,
-        run: Callable = steps.run_step,
+        run: Callable = device_steps.run_step,
         **of_run: Any,
     ):
         static = {"options": options, "shards": shards_of(mesh)}
         compiled = partial(_compiled, jit=options.jit, mesh=mesh, **static)
-        step, is_scored = compiled(run, **of_run), compiled(steps.scored)
+        step, is_scored = compiled(run, **of_run), compiled(device_steps.scored)
         self.by_kind: dict[StepKind, Any] = {
             StepKind.STEP: step,
             StepKind.DENSE: step,
-            StepKind.DECODE: compiled(steps.decode, max_steps=max_steps),
-            StepKind.VERIFY: compiled(steps.verify),
+            StepKind.DECODE: compiled(device_steps.decode, max_steps=max_steps),
+            StepKind.VERIFY: compiled(device_steps.verify),
             StepKind.SCORED: is_scored,
             StepKind.SCORED_DENSE: is_scored,
         }
-        self.score, self.logits = compiled(steps.score), compiled(steps.logits)
-        self.assign_slot, self.copy = compiled(steps.assign_slot), compiled(steps.copy)
-        self.embed, self.layer = compiled(steps.embed), compiled(steps.layer)
+        self.score, self.logits = compiled(device_steps.score), compiled(device_steps.logits)
+        self.assign_slot, self.copy = (
+            compiled(device_steps.assign_slot),
+            compiled(device_steps.copy),
+        )
+        self.embed, self.layer = compiled(device_steps.embed), compiled(device_steps.layer)
 
 
 _JITTED: dict[Any, Callable] = {}

@@ -28,7 +28,7 @@ from rooflax.models.model import Model, build
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.storage import Part, Storage, WeightPlan
-from rooflax.ops.formats import GROUP, KNOWN, format_of
+from rooflax.ops.format_names import GROUP, KNOWN, format_of
 from rooflax.ops.linear.api import matmul
 from rooflax.ops.linear.prologue import applied
 from rooflax.ops.weights import Fused, Quantized, iq4, pack, quantize

@@ -16,7 +16,7 @@ import numpy as np
 
 from rooflax.loading.gguf import PLAIN, TYPES
 from rooflax.ops import accelerator
-from rooflax.ops.formats import GROUP
+from rooflax.ops.format_names import GROUP
 from rooflax.ops.weights import CODES, class_of
 from rooflax.ops.weights.blocks import Block
 from rooflax.ops.weights.formats import Int8Groups

@@ -39,7 +39,7 @@ from rooflax.nn.storage import Part, is_head, is_matmul, matmul_shape, matrices_
 from rooflax.nn.tensor_layouts import HeadPart
 from rooflax.nn.weights import Param
 from rooflax.ops import accelerator
-from rooflax.ops.formats import BESIDE, GROUP, KNOWN, of_two_terms
+from rooflax.ops.format_names import BESIDE, GROUP, KNOWN, of_two_terms
 from rooflax.ops.host_arrays import Put
 from rooflax.ops.weights import Fused, Quantized, class_of, pack, pack_blocks
 

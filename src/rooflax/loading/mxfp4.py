@@ -18,7 +18,7 @@ from rooflax.nn.decoder import Decoder
 from rooflax.nn.storage import matmul_shape
 from rooflax.nn.tensor_layouts import Swapped
 from rooflax.nn.weights import Param
-from rooflax.ops.formats import GROUP
+from rooflax.ops.format_names import GROUP
 from rooflax.ops.host_arrays import Put
 from rooflax.ops.weights import Quantized, pack
 from rooflax.ops.weights.formats import Mxfp4

@@ -25,7 +25,7 @@ from rooflax.loading.source import Source
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.storage import Part, matmul_shape, parts_of
 from rooflax.nn.weights import LAYER_PREFIX, Param
-from rooflax.ops.formats import KNOWN, formats_of
+from rooflax.ops.format_names import KNOWN, formats_of
 from rooflax.ops.host_arrays import Put, aligned_put
 from rooflax.ops.weights import Fused, Quantized, class_of, placed, quantized_parts
 from rooflax.ops.weights.matrix_packing import as_panels

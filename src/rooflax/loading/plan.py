@@ -50,7 +50,7 @@ from rooflax.nn.shard_sizes import config_on
 from rooflax.nn.shards import Shards
 from rooflax.nn.storage import Storage
 from rooflax.ops import accelerator, kernels
-from rooflax.ops.formats import format_on
+from rooflax.ops.format_names import format_on
 from rooflax.ops.linear.api import LINEAR
 from rooflax.ops.native import prefers_pairs
 

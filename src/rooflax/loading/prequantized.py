@@ -13,7 +13,7 @@ from rooflax.nn.decoder import Decoder
 from rooflax.nn.storage import Part, WeightPlan, is_head, matmul_shape
 from rooflax.nn.tensor_layouts import Shape, Where
 from rooflax.nn.weights import Param
-from rooflax.ops.formats import GROUP
+from rooflax.ops.format_names import GROUP
 from rooflax.ops.weights import Fused, Quantized, class_of, pack
 
 

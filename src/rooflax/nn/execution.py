@@ -15,7 +15,7 @@ from typing import Any, Literal
 from rooflax.errors import RequestError
 from rooflax.fields.declaration import declare, documented, read_fields
 from rooflax.fields.kinds import Choice, Flag, Whole
-from rooflax.ops.formats import resolve_format
+from rooflax.ops.format_names import resolve_format
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 KERNELS = ("reference", "xla", "native", "pallas")

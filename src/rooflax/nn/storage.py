@@ -20,7 +20,7 @@ from rooflax.errors import RequestError
 from rooflax.nn.shards import Shards, split_axes
 from rooflax.nn.tensor_layouts import Float32, PlusOne, Reordered, Shape, TensorLayout
 from rooflax.nn.weights import Param
-from rooflax.ops.formats import (
+from rooflax.ops.format_names import (
     BESIDE,
     GROUP,
     HEAD,

@@ -12,7 +12,7 @@ from rooflax.ops import accelerator
 from rooflax.ops.attention.api import PAGED
 from rooflax.ops.attention.args import AttentionArgs
 from rooflax.ops.dispatch import Ran, what_ran
-from rooflax.ops.formats import ALIASES, format_on
+from rooflax.ops.format_names import ALIASES, format_on
 from rooflax.ops.kv_pool import PlainPool, QuantizedPool
 from rooflax.ops.linear.api import LINEAR
 from rooflax.ops.linear.args import LinearArgs

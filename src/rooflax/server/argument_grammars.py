@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rooflax.server.formats import Calls, Style, Tags
+from rooflax.server.call_formats import Calls, Style, Tags
 from rooflax.server.lark import ANY_TEXT, LarkGrammar, Unforceable
 from rooflax.server.notation import Notation
 

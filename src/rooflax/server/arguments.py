@@ -8,7 +8,7 @@ from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
 from rooflax.server.argument_grammars import is_text
-from rooflax.server.formats import CALL_KEYS, Calls
+from rooflax.server.call_formats import CALL_KEYS, Calls
 from rooflax.server.notation import NoNotation, Scanner
 
 

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from rooflax.errors import RequestError
 from rooflax.fields.sampling import check_regex
 from rooflax.server.argument_grammars import ARGUMENTS, object_schema
+from rooflax.server.call_formats import CALL_KEYS, Calls, Format
 from rooflax.server.errors import ApiError
-from rooflax.server.formats import CALL_KEYS, Calls, Format
 from rooflax.server.lark import ANY_TEXT, LarkGrammar
 
 Thinks = Literal["opened", "may", "not"]

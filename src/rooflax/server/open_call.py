@@ -15,7 +15,7 @@ from rooflax.server.arguments import (
     notation_calls,
     tagged_calls,
 )
-from rooflax.server.formats import Calls
+from rooflax.server.call_formats import Calls
 
 EventKind = Literal["content", "reasoning", "call", "arguments", "call_end"]
 LONGEST_HEAD = 512

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rooflax.loading.incremental import IncrementalDecoder
 from rooflax.server.arguments import StringEnd
-from rooflax.server.formats import HARMONY, Calls, Format
+from rooflax.server.call_formats import HARMONY, Calls, Format
 from rooflax.server.open_call import Event, OpenCall
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import Any
 
 from rooflax.loading.chat_template import names as template_names
 from rooflax.loading.messages import repaired, with_tool_calls
+from rooflax.server.call_formats import Format
 from rooflax.server.errors import ApiError
 from rooflax.server.fields import one_of
-from rooflax.server.formats import Format
 from rooflax.server.grammars import Thinks
 from rooflax.server.service import Service
 from rooflax.server.tools import ToolChoice, fit_call_ids, tool_choice

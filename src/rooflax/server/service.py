@@ -25,9 +25,9 @@ from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import QueueFull, RequestError
 from rooflax.loading.generic_tools import encode_as_text
 from rooflax.loading.messages import encode
+from rooflax.server.call_formats import GENERIC, Format, format_of, with_calls
+from rooflax.server.call_formats.response_template import Unreadable, read_response_template
 from rooflax.server.errors import ApiError
-from rooflax.server.formats import GENERIC, Format, format_of, with_calls
-from rooflax.server.formats.response_template import Unreadable, read_response_template
 from rooflax.server.sampling import Spelling
 from rooflax.server.settings import Settings
 from rooflax.structured import MAX_COMPILING

@@ -17,9 +17,9 @@ from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import UnsupportedModelError
 from rooflax.fields.sampling import OF_CHECKPOINT, SAMPLING
 from rooflax.server.answers import Json
+from rooflax.server.call_formats import HARMONY
 from rooflax.server.errors import ApiError
 from rooflax.server.fields import FieldTable
-from rooflax.server.formats import HARMONY
 from rooflax.server.rendering import efforts, render
 from rooflax.server.service import RETRY_LOADING_S, Service
 from rooflax.server.tables import (

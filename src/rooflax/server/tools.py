@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from rooflax.server.call_formats import Format
 from rooflax.server.errors import ApiError
-from rooflax.server.formats import Format
 from rooflax.server.grammars import Thinks, call_alone, call_grammar
 from rooflax.server.lark import Unforceable
 from rooflax.server.tables import MAX_TOOLS

@@ -8,7 +8,7 @@ from rooflax.bench import ceilings
 from rooflax.bench.counting import StepCost
 from rooflax.bench.measure import bound_of, multiplied_as, share_of_roofline
 from rooflax.nn.storage import Storage
-from rooflax.ops.formats import KNOWN
+from rooflax.ops.format_names import KNOWN
 from tests.support.bench.samples import CEILING, trial
 
 pytestmark = pytest.mark.oldest_jax

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from rooflax.bench import compare, html, quick, serving, worker
+from rooflax.bench.figures import paired_ratio
 from rooflax.bench.quick import QuickResult
-from rooflax.bench.statistics import paired_ratio
 from rooflax.cli import terminal, verify
 from rooflax.cli.main import VERBS, parser_of
 from rooflax.engine import compilation

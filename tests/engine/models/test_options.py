@@ -17,7 +17,7 @@ from rooflax.nn.shards import Shards, check_split
 from rooflax.nn.storage import Storage
 from rooflax.nn.weights import assemble
 from rooflax.ops import native
-from rooflax.ops.formats import resolve_format
+from rooflax.ops.format_names import resolve_format
 from rooflax.ops.tiles import padded_vocab
 from tests import goldens
 from tests.chunks import assert_same_bits

@@ -11,7 +11,7 @@ import pytest
 
 from rooflax import load
 from rooflax.nn.storage import Storage, is_matmul
-from rooflax.ops.formats import formats_of, resolve_format
+from rooflax.ops.format_names import formats_of, resolve_format
 from tests import gguf_cases, goldens
 from tests.marks import cases
 from tests.support.models.programs import full_logits

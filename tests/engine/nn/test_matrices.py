@@ -8,7 +8,7 @@ import rooflax
 from rooflax import LLM, ExecutionOptions, RequestError
 from rooflax.loading.model_info import model_info
 from rooflax.nn.storage import Storage
-from rooflax.ops.formats import format_of, format_on, is_at_an_end, resolve_format
+from rooflax.ops.format_names import format_of, format_on, is_at_an_end, resolve_format
 from rooflax.ops.weights import quantized_parts
 
 PRESET, EXPERTS = "preset:qwen2.5-tiny", "preset:gpt-oss-tiny"

@@ -19,7 +19,7 @@ from rooflax.ops.activation import clamped_swiglu
 from rooflax.ops.attention import AttentionArgs, Paging, gpu_flash, gpu_split, paged_attention
 from rooflax.ops.attention import gpu as attention_gpu
 from rooflax.ops.attention.plan import visible_tiles
-from rooflax.ops.formats import FORMATS
+from rooflax.ops.format_names import FORMATS
 from rooflax.ops.kv_pool import QuantizedPool, as_pool, tokens_as_fp8, tokens_as_int8
 from rooflax.ops.linear import gpu as linear_gpu
 from rooflax.ops.linear import gpu_rows, gpu_values, linear, unembed

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rooflax.ops.formats import FORMATS
+from rooflax.ops.format_names import FORMATS
 from rooflax.ops.linear import gpu as linear_gpu
 from rooflax.ops.linear import gpu_tiles, linear
 from rooflax.ops.linear.args import LinearArgs

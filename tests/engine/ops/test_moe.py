@@ -10,7 +10,7 @@ import pytest
 from rooflax.errors import RequestError
 from rooflax.ops import native
 from rooflax.ops.activation import clamped_swiglu
-from rooflax.ops.formats import FORMATS
+from rooflax.ops.format_names import FORMATS
 from rooflax.ops.linear import ClampedSwiglu
 from rooflax.ops.moe import experts, route
 from rooflax.ops.weights import quantize

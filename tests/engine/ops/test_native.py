@@ -10,7 +10,7 @@ import pytest
 
 from rooflax.ops import native
 from rooflax.ops.attention import AttentionArgs, Paging, paged_attention
-from rooflax.ops.formats import FORMATS
+from rooflax.ops.format_names import FORMATS
 from rooflax.ops.kv_pool import QuantizedPool, tokens_as_fp8, tokens_as_int8
 from rooflax.ops.linear import Activation, ClampedSwiglu, Norm, cpu, linear, unembed
 from rooflax.ops.linear.args import LinearArgs

@@ -8,7 +8,7 @@ import pytest
 
 from rooflax.ops.activation import clamped_swiglu
 from rooflax.ops.attention import Paging, paged_attention
-from rooflax.ops.formats import FORMATS
+from rooflax.ops.format_names import FORMATS
 from rooflax.ops.linear import linear
 from rooflax.ops.moe import experts, route
 from rooflax.ops.weights import quantize

@@ -11,7 +11,7 @@ import pytest
 
 import rooflax
 from rooflax.errors import CheckpointError, RequestError
-from rooflax.ops.formats import FORMATS, GROUP, format_of, format_on, resolve_format
+from rooflax.ops.format_names import FORMATS, GROUP, format_of, format_on, resolve_format
 from rooflax.ops.host_arrays import ALIGNMENT
 from rooflax.ops.linear import linear, lookup
 from rooflax.ops.weights import class_of, pack, packed_bytes, quantize

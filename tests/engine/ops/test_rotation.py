@@ -8,7 +8,7 @@ import pytest
 from rooflax.errors import RequestError
 from rooflax.nn.storage import Storage
 from rooflax.ops import native
-from rooflax.ops.formats import resolve_format
+from rooflax.ops.format_names import resolve_format
 from rooflax.ops.linear import linear, lookup
 from rooflax.ops.weights import StackMember, quantize
 from rooflax.ops.weights.rotation import BLOCK, butterflies, restore, rotate

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from rooflax.ops import native
-from rooflax.ops.formats import GROUP
+from rooflax.ops.format_names import GROUP
 from rooflax.ops.linear import linear, unembed
 from rooflax.ops.weights import class_of, int6, iq4, quantize
 from tests.support.models.programs import numbers

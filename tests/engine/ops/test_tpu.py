@@ -20,7 +20,7 @@ from rooflax.ops.attention import AttentionArgs, Paging, paged_attention
 from rooflax.ops.attention.paging import gather
 from rooflax.ops.attention.pattern import Pattern
 from rooflax.ops.attention.plan import visible_tiles
-from rooflax.ops.formats import FORMATS
+from rooflax.ops.format_names import FORMATS
 from rooflax.ops.kernels import chosen
 from rooflax.ops.kv_pool import QuantizedPool, tokens_as_fp8, tokens_as_int8
 from rooflax.ops.linear import Activation, ClampedSwiglu, Norm, linear, lookup, unembed

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rooflax.ops import native
-from rooflax.ops.formats import KNOWN, of_two_terms
+from rooflax.ops.format_names import KNOWN, of_two_terms
 from rooflax.ops.linear import Activation, Norm, cpu, linear
 from rooflax.ops.linear.args import LinearArgs
 from rooflax.ops.weights import StackMember, quantize

@@ -11,7 +11,7 @@ import pytest
 import rooflax
 from rooflax.files import only_writer
 from rooflax.ops import native, variants
-from rooflax.ops.formats import CPU_FORMATS, FORMATS, of_two_terms
+from rooflax.ops.format_names import CPU_FORMATS, FORMATS, of_two_terms
 from rooflax.ops.linear import Activation, Norm, linear, unembed
 from rooflax.ops.weights import Dense, as_operand, quantize
 from tests.engine.ops.test_two_terms import weight as drawn_weight

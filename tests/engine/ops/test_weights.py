@@ -20,7 +20,7 @@ from rooflax.models.registry import read_config
 from rooflax.nn.storage import Storage
 from rooflax.ops import dispatch, native
 from rooflax.ops.dispatch import Ran, what_ran
-from rooflax.ops.formats import FORMATS, KNOWN, Format
+from rooflax.ops.format_names import FORMATS, KNOWN, Format
 from rooflax.ops.linear import Norm, linear, lookup, unembed
 from rooflax.ops.linear.api import matmul, take
 from rooflax.ops.moe import experts

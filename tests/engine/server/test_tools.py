@@ -11,7 +11,7 @@ import pytest
 from rooflax import LLM, AsyncLLM, SamplingParams, structured
 from rooflax.cli.serve import _warn_of_template
 from rooflax.nn.host_memory import anonymous_bytes
-from rooflax.server.formats import formats
+from rooflax.server.call_formats import formats
 from rooflax.server.tools import tool_choice
 from tests.support.server.live import serving
 

@@ -10,7 +10,7 @@ import pytest
 
 from rooflax.errors import RequestError
 from rooflax.loading.generic_tools import encode_as_text
-from rooflax.server.formats import GENERIC, format_of, with_calls
+from rooflax.server.call_formats import GENERIC, format_of, with_calls
 from tests.engine.server.test_tools import CHAT, MESSAGES, streamed, tool, whole, written
 
 pytestmark = pytest.mark.oldest_jax

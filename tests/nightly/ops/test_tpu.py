@@ -11,7 +11,7 @@ import pytest
 from rooflax.ops import tpu
 from rooflax.ops.attention import paged_attention
 from rooflax.ops.attention.pattern import Pattern
-from rooflax.ops.formats import FORMATS
+from rooflax.ops.format_names import FORMATS
 from rooflax.ops.kv_pool import QuantizedPool, tokens_as_int8
 from rooflax.ops.linear import unembed
 from rooflax.ops.weights import quantize

@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 
 from rooflax.ops import accelerator, native
 from rooflax.ops.attention import AttentionArgs, Paging, paged_attention
-from rooflax.ops.formats import FORMATS
+from rooflax.ops.format_names import FORMATS
 from rooflax.ops.kv_pool import QuantizedPool
 from rooflax.ops.linear import ClampedSwiglu, unembed
 from rooflax.ops.moe import experts

@@ -14,8 +14,8 @@ import pytest
 
 from rooflax import SamplingParams, structured
 from rooflax.loading.tokenizer import Tokenizer
+from rooflax.server.call_formats import format_of, formats, with_calls
 from rooflax.server.errors import ApiError
-from rooflax.server.formats import format_of, formats, with_calls
 from rooflax.server.grammars import behind_reasoning
 from rooflax.server.tools import tool_choice
 from rooflax.structured import Grammars

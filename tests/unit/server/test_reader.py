@@ -17,7 +17,7 @@ import pytest
 
 from rooflax.loading.incremental import spelled_bytes
 from rooflax.loading.tokenizer import Tokenizer
-from rooflax.server.formats import format_of, formats
+from rooflax.server.call_formats import format_of, formats
 from rooflax.server.open_call import Event
 from rooflax.server.reader import TRANSITIONS, Reader
 from tests.support.loading import fixtures as tokenizers

@@ -11,8 +11,8 @@ import random
 
 import pytest
 
-from rooflax.server.formats import formats
-from rooflax.server.formats.response_template import Unreadable, read_response_template
+from rooflax.server.call_formats import formats
+from rooflax.server.call_formats.response_template import Unreadable, read_response_template
 from tests.engine.server.test_tools import CHAT, MESSAGES, tool
 from tests.unit.server.test_reader import cut, of_kind, read  # noqa: F401
 

@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rooflax.engine import packing
+from rooflax.engine.device_steps import Carry, StepInput, are_finite, last_hidden
 from rooflax.engine.features.feature import CallTimes, Feature
 from rooflax.engine.sequence import FeatureState, Sequence
-from rooflax.engine.steps import Carry, StepInput, are_finite, last_hidden
 from rooflax.models.model import Model
 from rooflax.nn.batch import Batch
 from rooflax.nn.engine_config import EngineConfig

@@ -22,7 +22,7 @@ import numpy as np
 from rooflax.loading.schemes.coded import Coded, CodedTensors, Tensors, unpacked
 from rooflax.models.config_reader import ConfigReader
 from rooflax.ops import accelerator
-from rooflax.ops.formats import GROUP
+from rooflax.ops.format_names import GROUP
 from rooflax.ops.weights.formats import NF4_VALUES
 
 STATE = ".quant_state.bitsandbytes__"

@@ -26,7 +26,7 @@ from rooflax.nn.storage import is_head, is_matmul, matmul_shape, parts_of
 from rooflax.nn.tensor_layouts import HeadPart, PerExpert, TensorLayout
 from rooflax.nn.weights import Param
 from rooflax.ops import accelerator
-from rooflax.ops.formats import BESIDE, GROUP
+from rooflax.ops.format_names import BESIDE, GROUP
 from rooflax.ops.host_arrays import Put
 from rooflax.ops.weights import Fused, Quantized, class_of, pack
 from rooflax.ops.weights.blocks import Zeros64

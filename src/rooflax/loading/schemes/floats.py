@@ -19,7 +19,7 @@ import numpy as np
 from rooflax.loading.schemes.coded import FLOATS, Coded, CodedTensors, Tensors, unpacked
 from rooflax.models.config_reader import ConfigReader
 from rooflax.ops import accelerator
-from rooflax.ops.formats import GROUP
+from rooflax.ops.format_names import GROUP
 from rooflax.ops.weights.blocks import Nvfp4
 from rooflax.ops.weights.formats import E2M1_VALUES, E8M0_VALUES
 

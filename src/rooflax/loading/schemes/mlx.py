@@ -17,7 +17,7 @@ from rooflax.errors import CheckpointError
 from rooflax.loading.schemes.coded import FLOAT16S, FLOATS, Coded, CodedTensors, Tensors, unpacked
 from rooflax.models.config_reader import ConfigReader
 from rooflax.ops import accelerator
-from rooflax.ops.formats import GROUP
+from rooflax.ops.format_names import GROUP
 
 BITS = (2, 3, 4, 5, 6, 8)
 STACK = ".switch_mlp."

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops.dispatch import Backend
-from rooflax.ops.formats import PANEL
+from rooflax.ops.format_names import PANEL
 from rooflax.ops.linear import gpu_plain, gpu_rows, gpu_tiles
 from rooflax.ops.linear.args import LinearArgs
 from rooflax.ops.linear.gpu_codes import CODES

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from rooflax.ops import block_sizes
 from rooflax.ops.block_sizes import powers_of_two, rounded_up
-from rooflax.ops.formats import PANEL
+from rooflax.ops.format_names import PANEL
 from rooflax.ops.linear.gpu_codes import CODES
 from rooflax.ops.linear.gpu_values import (
     GROUPS,

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from rooflax.ops import block_sizes
 from rooflax.ops.block_sizes import powers_of_two, rounded_up
-from rooflax.ops.formats import GROUP, PANEL
+from rooflax.ops.format_names import GROUP, PANEL
 from rooflax.ops.weights import Quantized
 from rooflax.ops.weights.matrix_packing import e8m0
 

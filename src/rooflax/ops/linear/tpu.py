@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from rooflax.ops import tpu
 from rooflax.ops.dispatch import Backend
-from rooflax.ops.formats import GROUP
+from rooflax.ops.format_names import GROUP
 from rooflax.ops.linear.args import LinearArgs
 from rooflax.ops.tiles import LANES, up_to
 from rooflax.ops.tpu import dot

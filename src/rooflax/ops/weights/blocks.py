@@ -42,7 +42,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops import native
-from rooflax.ops.formats import GROUP, PANEL
+from rooflax.ops.format_names import GROUP, PANEL
 from rooflax.ops.weights import int6, iq4
 from rooflax.ops.weights.formats import E2M1_VALUES, looked_up
 from rooflax.ops.weights.quantized import (

@@ -16,7 +16,7 @@ Formats that round take activations as int8 inside the matmul: one scale per row
 row and group of 32 for the others.
 
 To add one: a class here; XLA computes it then. Its names are its own where files alone have it, and
-in ops.formats where `quantize` makes it. A kernel is one more step for each platform:
+in ops.format_names where `quantize` makes it. A kernel is one more step for each platform:
 `Code` in csrc/kernels.h with `kLayouts` in csrc/matmul_ffi.cc and LAYOUTS in ops/native.py; `CODES`
 in linear/gpu_codes.py; `_weights` in linear/tpu.py.
 """
@@ -32,7 +32,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from rooflax.ops.formats import GROUP
+from rooflax.ops.format_names import GROUP
 from rooflax.ops.weights.packing import quantize
 from rooflax.ops.weights.quantized import Encoded, Quantized, both_halves, split_blocks
 from rooflax.ops.weights.rotation import BLOCK, restore, rotate

@@ -23,7 +23,7 @@ class Fused(Operand):
     Attributes:
         parts: one of each run of tensors of one format.
         axis: of `out_shape`.
-        format: the tensors' formats, as `ops.formats.formats_of` reads them.
+        format: the tensors' formats, as `ops.format_names.formats_of` reads them.
     """
 
     parts: tuple[Operand, ...]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rooflax.ops.formats import GROUP, PANEL
+from rooflax.ops.format_names import GROUP, PANEL
 from rooflax.ops.tiles import ROWS
 from rooflax.ops.weights.quantized import Quantized
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from rooflax.ops import accelerator, native
-from rooflax.ops.formats import GROUP, PANEL
+from rooflax.ops.format_names import GROUP, PANEL
 from rooflax.ops.host_arrays import aligned_zeros
 from rooflax.ops.weights.matrix_packing import as_matrix
 from rooflax.ops.weights.quantized import Quantized, class_of

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from rooflax.ops import native
 from rooflax.ops.dot import dot_general
-from rooflax.ops.formats import PANEL
+from rooflax.ops.format_names import PANEL
 from rooflax.ops.host_arrays import Put, aligned_empty
 from rooflax.ops.weights.operand import Axes, StoredOperand
 

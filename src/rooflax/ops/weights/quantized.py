@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from rooflax.ops.dot import dot_general
-from rooflax.ops.formats import GROUP, KNOWN, PANEL, Format, of_two_terms
+from rooflax.ops.format_names import GROUP, KNOWN, PANEL, Format, of_two_terms
 from rooflax.ops.weights.operand import Axes, StoredOperand
 
 ARRAYS = ("values", "scales", "sums")
@@ -35,13 +35,13 @@ class Quantized(StoredOperand):
     """A weight [*stack, *in, *out] in few bits; a stack is one axis of experts or layers, or none.
 
     A subclass is one way to code numbers: how rows are encoded and decoded, and which blocks of a
-    GGUF file have its codes. Its names stand in `ops.formats`, and a backend has a kernel or none.
+    GGUF file have its codes. Its names stand in `ops.format_names`; a backend has a kernel or none.
 
     Attributes:
         values: packed codes, as the module says.
         scales: [out padded to 16], or with groups [out / 16, in / 32, 16].
         sums: with `has_sums`, in panels: the sum of codes over the inputs per output, int32.
-        format: a name in ops.formats.
+        format: a name in ops.format_names.
         packing: "panels" or "matrix".
         grouped: each 32 inputs of an output share a scale, else all of them.
         nibbles: a byte holds two codes.
@@ -49,7 +49,7 @@ class Quantized(StoredOperand):
         zero: the code of zero.
         broken_scale: what makes of every code NaN.
         most: the largest magnitude that is held.
-        names: those that are not in `ops.formats`, with whether activations are rounded.
+        names: those that are not in `ops.format_names`, with whether activations are rounded.
         blocks: GGUF's types that hold its codes, with the name of the format that they become.
     """
 
@@ -315,7 +315,7 @@ CODES: dict[str, type[Quantized]] = {}
 
 
 def class_of(format: str) -> type[Quantized]:
-    """Class of a format in ops.formats."""
+    """Class of a format in ops.format_names."""
     return CODES[KNOWN[format].code]
 
 

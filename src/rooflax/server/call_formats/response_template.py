@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rooflax.server.formats import CallGrammar, Calls, Format, Reasoning, formats
+from rooflax.server.call_formats import CallGrammar, Calls, Format, Reasoning, formats
 
 _NAMED = re.compile(r"(?P<head>.*)\(\?P<name>[^()]*\)(?P<tail>.*)", re.DOTALL)
 _FIELDS = ("thinking", "reasoning_content", "reasoning", "content", "tool_calls", "role")

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rooflax.bench.statistics import Summary, doubts, paired_ratio, unpaired_ratio
+from rooflax.bench.figures import Summary, doubts, paired_ratio, unpaired_ratio
 from rooflax.errors import RequestError
 
 

@@ -1,4 +1,4 @@
-"""Longer tests beside those of tests/unit/bench/test_statistics.py."""
+"""Longer tests beside those of tests/unit/bench/test_figures.py."""
 
 from rooflax.bench.compare import interleaved
 from rooflax.bench.measure import Bench

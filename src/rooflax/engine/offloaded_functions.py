@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 
 from rooflax.engine import packing
 from rooflax.engine.buckets import StepKind
+from rooflax.engine.device_steps import StepInput
 from rooflax.engine.step_functions import StepFunctions
-from rooflax.engine.steps import StepInput
 from rooflax.models.offloading import AnyModel, OffloadedModel
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions

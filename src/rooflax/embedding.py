@@ -31,8 +31,8 @@ QWEN3_RERANKER = (
     "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
 )
 RERANKERS: Mapping[str, tuple[tuple[str, ...], str, str]] = {"qwen3": (QWEN3_RERANKER, "yes", "no")}
-"""Of checkpoints without modules.json, by family: what stands before instruction, query and
-document, around them and behind, and the tokens whose logits decide.
+"""Templates of checkpoints without modules.json, by family: what stands before instruction, query
+and document, around them and behind, and the tokens whose logits decide.
 
 Source: the model card of Qwen3-Reranker.
 """

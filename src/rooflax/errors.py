@@ -37,7 +37,7 @@ OTHER_NAMES = {
     "--device": "--platform",
     "--api-base": "--url",
 }
-"""What llama.cpp, Ollama, transformers, vLLM and mlx-lm call fields and flags of ours."""
+"""Names that llama.cpp, Ollama, transformers, vLLM and mlx-lm have for our fields and flags."""
 
 
 class RooflaxError(Exception):

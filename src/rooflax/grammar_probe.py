@@ -22,18 +22,18 @@ import llguidance
 MOST_BYTES = 2 << 30
 """Address space of the process."""
 STACK_BYTES = 4 << 20
-"""Of the thread that compiles; `structured` compiles with twice as much."""
+"""Stack of the thread that compiles; `structured` compiles with twice as much."""
 WORK_STACK_BYTES = 256 << 10
-"""Of the thread that makes a mask, less than any thread of an engine has."""
+"""Stack of the thread that makes a mask, less than any thread of an engine has."""
 WHITESPACE = " "
 """Between the parts of JSON, at most once: small models repeat white space for ever. A schema's
 own "x-guidance": {"whitespace_pattern": ...} wins."""
 MAX_LEXER_STATES = 25_000
 """About 2 kB each."""
 MAX_ITEMS_IN_ROW = 6_000
-"""Of the parser: four for each property that need not be there. A mask of so many takes 30 ms."""
+"""Items of the parser: four for each property that may be absent. A mask of so many takes 30 ms."""
 MOST_KEPT_BYTES = 32 << 20
-"""What a compiled grammar may take, its first mask included; most take 2 MB."""
+"""Bytes that a compiled grammar may take, its first mask included; most take 2 MB."""
 
 
 SPECIAL = 257

@@ -360,7 +360,7 @@ def _try_apart(kind: str, texts: Sequence[str]) -> list[str]:
 _PLACE_OF_SCHEMA = re.compile(r"at \d+\(\d+\): failed to compile JSON schema: ")
 _UNKNOWN_KEYS = "Unimplemented keys: "
 _PATTERN = re.compile(rf"({_PLACE_OF_SCHEMA.pattern})?regex parse error")
-"""Of a schema; a regex that was asked for itself is said to be one."""
+"""Error about a pattern of a schema; a regex that was asked for itself is said to be one."""
 
 
 def reason(matcher: Any) -> str:

@@ -29,7 +29,7 @@ SMALLEST_BUFFER, LARGEST_BUFFER = 1 << 20, 1 << 29
 READ_BYTES = 1 << 29
 """Bytes that one reading of a CPU's bandwidth reads, in as many passes as that takes."""
 MULTIPLY_S = 2e-4
-"""Of one reading of a CPU's products."""
+"""Seconds of one reading of a CPU's products."""
 TERMS = "float32xbfloat16"
 """Matmuls of float32 by bfloat16: instructions for bfloat16 take such rows as sums of three."""
 CODES = frozenset(format.code for format in KNOWN.values() if format.quantizes_activations)

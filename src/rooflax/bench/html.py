@@ -28,7 +28,7 @@ FACTS: Columns = (
     ("deterministic", lambda r: "yes" if r["deterministic"] else "no"),
     ("trials", lambda r: str(len(r["decode_tok_per_s"]["trials"]))),
 )
-"""What ran; what all rows share is said once above them."""
+"""Options that ran; those that all rows share are said once above them."""
 FIGURES: Columns = (
     ("prefill, tok/s", lambda r: _speed(r["prefill_tok_per_s"])),
     ("of roofline", lambda r: share_of(r, "prefill")),

@@ -278,7 +278,7 @@ def _is_count(value: Any) -> bool:
 
 
 Sent = tuple[float, Reply | str]
-"""When a request was due, and its reply or why there is none."""
+"""The time at which a request was due, and its reply or the reason why there is none."""
 
 
 async def _send(client: Client, request: bytes) -> Reply | str:

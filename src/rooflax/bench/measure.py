@@ -34,7 +34,7 @@ from rooflax.ops.kernels import ran
 
 
 def multiplied_as(storage: Storage) -> str:
-    """What most matmuls multiply, whose rate is the compute ceiling.
+    """Kinds of numbers that most matmuls multiply, whose rate is the compute ceiling.
 
     Formats that round multiply their code by int8; weights that stay in bfloat16 meet float32, and
     others are upcast to the activations as they are read.

@@ -27,11 +27,11 @@ from rooflax.ops import native
 from rooflax.ops.format_names import format_of
 
 ROWS, PROMPT, CONTEXT = 8, 64, 72
-"""Of the steps in the table: rows of several sequences, tokens of a prompt, and a decode step's
-mean context."""
+"""Sizes of the steps in the table: rows of several sequences, tokens of a prompt, and a decode
+step's mean context."""
 READINGS = 5
 LEAST_MODELS = 3
-"""Of other models, to fit two numbers and know an error."""
+"""Number of other models that fit two numbers and tell an error."""
 MEASURED_AS = {"w8a8": "w8a8-h64", "w4a8": "iq4_nl"}
 """Formats whose bytes and kernels are nearly those of another one."""
 TABLE = Path(__file__).with_name("efficiencies.json")

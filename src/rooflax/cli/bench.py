@@ -47,7 +47,7 @@ MEANT = {
 }
 """Per job, the flags that mean something with it, besides its own and `ALWAYS`."""
 NEW_PROCESS = (*DEVICE, "deterministic")
-"""What --versus cannot change: both sides run in one process."""
+"""Flags that --versus cannot change: both sides run in one process."""
 
 
 def add_flags(parser: Parser) -> None:

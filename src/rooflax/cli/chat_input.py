@@ -23,7 +23,7 @@ ENDS = ("/bye", "/exit", "/quit")
 BARE_ENDS = ("bye", "exit", "quit", "exit()", "quit()", ":q")
 HOW_TO_END = "(Ctrl-D or /bye ends the conversation)"
 MAX_HISTORY_BYTES, MAX_ENTRY_BYTES = 512 * 1024, 64 * 1024
-"""Of the file of what was typed, once it is cut; of one message in it."""
+"""Bytes of the history file, once it is cut; of one message in it."""
 Complete = Callable[[str], tuple[str, Iterable[str]]]
 """From a line up to the cursor to the part at its end that is completed, and what it may become."""
 

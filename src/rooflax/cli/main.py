@@ -69,7 +69,7 @@ DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of writing, which come without a name."""
 _TEMPORARY = re.compile(r"(^|/)\.[^/]*\.[0-9a-f]{12}\.tmp(/|$)")
-"""What is written beside an output, and takes its place."""
+"""Files that are written beside an output, and take its place."""
 
 
 def main(argv: Sequence[str]) -> int:

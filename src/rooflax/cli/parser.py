@@ -28,7 +28,7 @@ ELSEWHERE = {
 }
 """Flags of llama.cpp, vLLM and mlx-lm that have no namesake here. Some begin like one of ours."""
 SEEN = "_seen"
-"""Where a namespace says, while it is filled, which flags were given."""
+"""The attribute in which a namespace says, while it is filled, which flags were given."""
 
 
 def see_help(verb: str) -> str:

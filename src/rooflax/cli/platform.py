@@ -20,7 +20,7 @@ THREADS_VARIABLE = "PJRT_NPROC"
 COORDINATOR_VARIABLE = "JAX_COORDINATOR_ADDRESS"
 COUNT_VARIABLE, NUMBER_VARIABLE = "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 JOIN_S = 120
-"""How long a process waits for the others of its job."""
+"""Seconds that a process waits for the others of its job."""
 
 
 def settle(args: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rooflax.models.model import Model
 
 OWN_TEXTS, OWN_TOKENS = 16, 512
-"""How many texts a model writes to be calibrated with, and how long they are."""
+"""Number of texts that a model writes to be calibrated with, and their tokens."""
 
 
 def add_flags(parser: Parser) -> None:

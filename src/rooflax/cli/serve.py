@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 NEEDED = ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client")
 MAX_PIECES_PER_S = 2000
-"""Of all answers together: each piece costs a system call."""
+"""Pieces per second of all answers together: each costs a system call."""
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 

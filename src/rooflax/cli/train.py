@@ -254,7 +254,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 class _Start:
-    """Where training starts: an architecture, its tokenizer's folder, and perhaps weights."""
+    """Start of a training: an architecture, its tokenizer's folder, and perhaps weights."""
 
     def __init__(self, args: argparse.Namespace):
         from rooflax.embedding import check_generates
@@ -414,7 +414,7 @@ def _read_note(note: Path) -> dict[str, Any]:
 
 
 def _data_settings(args: argparse.Namespace, data: DataConfig, seq_len: int) -> dict[str, Any]:
-    """What the token files depend on."""
+    """Settings that the token files depend on."""
     names = ("tokenizer", "vocab_size", "model")
     settings = {"data": [str(path) for path in args.data]} | {n: getattr(args, n) for n in names}
     mode = {} if args.train_mode == SFT else {"train_mode": args.train_mode}
@@ -424,8 +424,8 @@ def _data_settings(args: argparse.Namespace, data: DataConfig, seq_len: int) -> 
 def _difference(
     noted: dict[str, Any], info: dict[str, Any], args: argparse.Namespace, data: DataConfig
 ) -> str:
-    """What a run's data.json says otherwise. Text that is gone is not looked for: the token files
-    are there."""
+    """Differences to a run's data.json. Text that is gone is not looked for: the token files are
+    there."""
     digest = noted.pop(DIGEST, None)  # 0.1.0 wrote none
     if noted != info:
         return (

@@ -19,7 +19,7 @@ TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2
 SAMPLES = (1.0, 2.0, 5.0, 10.0, 20.0)
 """Bounds, those of vLLM with finer ones below."""
 KEPT = 0.98
-"""Of what `decode_roofline` remembers, with every dispatch."""
+"""Share that `decode_roofline` keeps of its memory at every dispatch."""
 
 
 @dataclass

@@ -19,7 +19,7 @@ NOT_FINITE = (
 )
 
 NO_CONTINUATION, ENDS_EARLY = "The grammar has no valid continuation", "The grammar is complete"
-"""How the errors begin that the caller's own schema, regex or grammar has caused."""
+"""Beginnings of the errors that the caller's own schema, regex or grammar has caused."""
 
 
 @dataclass(frozen=True)

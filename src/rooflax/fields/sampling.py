@@ -36,7 +36,7 @@ from rooflax.fields.kinds import (
 )
 
 MAX_LOGIT_BIAS = 1024
-"""Of logit_bias and banned_token_ids together; a fixed size of the sampler's row."""
+"""Ids of logit_bias and banned_token_ids together; a fixed size of the sampler's row."""
 MAX_BIAS = 100
 MAX_ALLOWED_IDS = 1024
 MAX_STOP_IDS = 32
@@ -47,7 +47,7 @@ MAX_FACTOR = 1e6  # of temperature and repetition_penalty; float32 overflows far
 MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 64, 4096
 """They are looked for after every token."""
 MAX_FORM_BYTES = 64 * 1024
-"""Of a JSON schema, a regex or a grammar."""
+"""Bytes of a JSON schema, a regex or a grammar."""
 PER_REQUEST = 16
 """Answers that an API may ask for at once."""
 
@@ -331,9 +331,9 @@ class SamplingFields:
 SAMPLING: dict[str, SamplingField] = declarations(SamplingFields)
 FORMS = tuple(name for name, one in SAMPLING.items() if one.is_form)
 OFF = {name: one.off_value for name, one in SAMPLING.items() if one.is_drawn}
-"""What turns each field off that is about draws: beams have all of them off."""
+"""Values that turn off each field about draws: beams have all of them off."""
 UNSET = {name: one.unset for name, one in SAMPLING.items() if one.unset is not None}
-"""What the sampler takes where neither a request nor a checkpoint says anything."""
+"""Values where neither a request nor a checkpoint says anything."""
 CHAT_SAMPLING: Mapping[str, float] = {"temperature": 0.7, "top_p": 0.9}
-"""What a person's chat takes instead: at 1 and 1 small models make no sense."""
+"""Values of a person's chat instead: at 1 and 1 small models make no sense."""
 OF_CHECKPOINT = tuple(name for name, one in SAMPLING.items() if one.checkpoint is not None)

@@ -15,7 +15,7 @@ from rooflax.models.model import Model
 
 MOST_CHARACTERS = 200
 DEFAULT_RANK = 16
-"""Of slots without an adapter at the start."""
+"""Rank of slots without an adapter at the start."""
 
 
 @dataclass(frozen=True)

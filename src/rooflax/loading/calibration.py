@@ -39,7 +39,7 @@ CODE = "iq4_nl"
 WINDOW, MOST_WINDOWS = 512, 16
 LEAST_TOKENS = 256
 DAMPING = 0.01
-"""Of the mean of X'X's diagonal, added to it, so that inputs that the text lacks have a weight."""
+"""Share of the mean of X'X's diagonal, added to it: inputs that the text lacks have a weight."""
 Report = Callable[[int, float], None]
 """A layer's number, and the squared error of its results as a share of rounding's."""
 

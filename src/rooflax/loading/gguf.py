@@ -34,7 +34,7 @@ VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
 MAX_NAME_BYTES = 65_535
 MAX_ELEMENTS = 1 << 24
-"""Of one array of metadata: far more than any vocabulary has, far less than memory holds."""
+"""Items of one array of metadata: far more than any vocabulary has, far less than memory holds."""
 
 
 Fill = Callable[[int, int], None]

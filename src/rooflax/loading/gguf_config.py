@@ -31,7 +31,7 @@ END_TEXTS = (
 )  # fmt: skip
 """Control tokens that end an answer, as llama.cpp has them; a file names three of them at most."""
 ENDS_A_MESSAGE = "<|end|>"
-"""In GPT-OSS's vocabulary, which has <|return|> for an answer."""
+"""The id in GPT-OSS's vocabulary, which has <|return|> for an answer."""
 SAMPLING_KEYS = {one.gguf: name for name, one in SAMPLING.items() if one.gguf}
 
 

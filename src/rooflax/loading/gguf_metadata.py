@@ -43,7 +43,7 @@ FLOATS = (
 DIVIDED = ("llama3", "proportional")
 """Scalings of RoPE that files keep as divisors."""
 CLOSE = 1e-6
-"""Of two numbers that one float32 stands for."""
+"""Relative difference of two numbers that one float32 stands for."""
 
 
 class HeaderOnly:

@@ -18,7 +18,7 @@ SUPER = 256
 CHUNK = 1 << 16
 """Weights that a thread quantizes at a time, so that they stay in its cache."""
 NARROWER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-"""What stands in where inputs do not divide into blocks of 256."""
+"""Types that stand in where inputs do not divide into blocks of 256."""
 RECIPES = {"Q4_K_M": "Q4_K", "Q6_K": "Q6_K"}
 """The type of most matrices."""
 _LEVELS = {"Q4_K": (15, -1.0, 20), "Q5_K": (31, -0.5, 15)}

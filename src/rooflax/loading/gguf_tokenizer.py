@@ -71,7 +71,7 @@ _CASED_LETTERS = (
     "FF41-FF5A 10400-1044F 104B0-104D3 104D8-104FB 10C80-10CB2 10CC0-10CF2 118A0-118DF "
     "1E900-1E943 "
 )
-"""Of DeepSeek-LLM, by code point: those that Unicode had when it was made."""
+"""Letters of DeepSeek-LLM, by code point: those that Unicode had when it was made."""
 
 
 def _characters(ranges: str) -> str:
@@ -145,7 +145,7 @@ PRE_TOKENIZERS: Mapping[str, Cut] = {
     "deepseek-v3": Cut(_DEEPSEEK3),
     "deepseek-llm": Cut(_DEEPSEEK_LLM),  # DeepSeek-V2
 }
-"""What llama.cpp computes by these names; of equal ones the first is written."""
+"""Patterns that llama.cpp computes by these names; of equal ones the first is written."""
 BEGINS = ("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "pixtral", "midm-2.0", "tekken")
 """Names of which a file that says nothing of BOS has one."""
 
@@ -165,7 +165,7 @@ SPECIAL_IDS = {
     "mask_token": "mask_token_id",
 }
 _SENTENCEPIECE_IDS = {"unk_token": 0, "bos_token": 1, "eos_token": 2}
-"""Where a file of that kind is silent."""
+"""Defaults where a file of that kind is silent."""
 
 
 def read_gguf_tokenizer(

@@ -11,7 +11,7 @@ from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.files import read_regular, reject_stand_in
 
 MAX_FILE_BYTES = 64 << 20
-"""Of a file that is read whole; the largest index of a checkpoint has about 20 MB."""
+"""Bytes of a file that is read whole; the largest index of a checkpoint has about 20 MB."""
 ADAPTER = "adapter_config.json"
 
 

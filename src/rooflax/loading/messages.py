@@ -14,7 +14,7 @@ from rooflax.loading.tokenizer import Tokenizer
 
 _SYSTEMS = ("system", "developer")
 _CONTENT_IS_NONE = re.compile(r"content['\"\]]*\s+is\s+none")
-"""In templates that tell calls by it, as DeepSeek-R1's does; others write None, or fail."""
+"""Pattern in templates that tell calls by it, as DeepSeek-R1's; others write None, or fail."""
 
 
 def call_arguments(raw: Any, where: str) -> dict[str, Any]:

@@ -58,7 +58,7 @@ PLANNED = frozenset(declarations(EngineSettings))
 """The arguments of `LLM` that a plan decides."""
 GENERATION_CONFIG = declarations(EngineSettings)["generation_config"].kind
 CACHE_SHARE = 0.5
-"""Of the memory that is free beside the weights, for the KV cache of a server."""
+"""Share of the memory beside the weights that a server's KV cache takes."""
 STEP_S = 0.3
 """A server's steps take at most about this long: its prompts are cut to what fits."""
 SMALL_CONTEXT = 256

@@ -44,7 +44,7 @@ ACTIVATIONS = {
 }
 ERF = np.vectorize(math.erf, otypes=[np.float32])
 VECTOR = "sentence_embedding"
-"""What a dense layer reads and writes: a text's vector."""
+"""Name of what a dense layer reads and writes: a text's vector."""
 IDENTITY = next(iter(ACTIVATIONS))
 MODULES = "sentence_transformers.models"
 SCORES = "sentence_transformers.cross_encoder.modules.logit_score"

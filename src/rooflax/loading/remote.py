@@ -24,7 +24,7 @@ from rooflax.loading.gguf import GGUFFile, open_gguf
 from rooflax.loading.safetensors import MAX_HEADER_BYTES
 
 FIRST_BYTES = 1 << 17
-"""Of a file, by its first request: most headers of safetensors are shorter."""
+"""Bytes of a file's first request: most headers of safetensors are shorter."""
 MAX_GGUF_HEADER = 100 << 20
 """Metadata with a vocabulary has 5 to 20 MB."""
 MAX_FILE_BYTES = 1 << 43

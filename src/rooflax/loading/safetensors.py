@@ -311,7 +311,7 @@ class SafetensorsFile:
 
 
 def _version(file: BinaryIO) -> tuple[int, ...]:
-    """What changes when a file is written, or another takes its place."""
+    """Numbers that change when a file is written, or another takes its place."""
     stat = os.fstat(file.fileno())
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 

@@ -31,7 +31,7 @@ MAX_SURROUNDING = 1024
 """Tokens that a post-processor may put around a text."""
 MAX_TOKEN_ID = 2**31 - 1
 MAX_TOKENIZER_BYTES = 1 << 29
-"""Of tokenizer.json; Gemma's, with 262,144 tokens, has 33 MB."""
+"""Bytes of tokenizer.json; Gemma's, with 262,144 tokens, has 33 MB."""
 SPECIAL_TOKEN_NAMES = (
     "bos_token",
     "eos_token",

@@ -42,7 +42,7 @@ from rooflax.ops.weights.quantized import namespace
 
 HEAD = "lm_head"
 Place = tuple[int | None, str]
-"""Of a weight: its layer and its key."""
+"""Place of a weight: its layer and its key."""
 Matrices = tuple[Any, Any, np.ndarray | None, Any]
 """A, B, the factors of the outputs, and in training their magnitudes."""
 
@@ -108,7 +108,7 @@ class Target:
 
 
 FREE = {"columns": 1.0, "magnitude": 0.0}
-"""Of an output that has none of its own."""
+"""Values of an output that has none of its own."""
 Adapters = Mapping[str, LowRank]
 """By `Target.module`."""
 
@@ -352,7 +352,7 @@ def adapted_weights(
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """How a weight's adapters lie in slots, alike in all layers.
+    """Layout of a weight's adapters in slots, alike in all layers.
 
     Attributes:
         shape: of the weight, its inputs' axes and its outputs'.
@@ -377,7 +377,7 @@ class SlotLayout:
 
     @property
     def shapes(self) -> tuple[Shape, Shape]:
-        """Of A and B in a slot, [in, width] and [panels, rank, LANES]."""
+        """Shapes of A and B in a slot, [in, width] and [panels, rank, LANES]."""
         width = -(-self.rank * (int(self.parts.max()) + 1) // LANES) * LANES
         panels = sum(-(-count // LANES) for _, count, _ in self.spans)
         return (math.prod(self.shape[0]), width), (panels, self.rank, LANES)
@@ -403,7 +403,7 @@ class SlotLayout:
 def _slot_layouts(
     name: str, config: Decoder, modules: Collection[str], rank: int
 ) -> dict[Place, SlotLayout]:
-    """How slots lie beside each weight that has them: weights of one key and shape are alike.
+    """Layouts of slots beside each weight that has them: weights of one key and shape are alike.
 
     Raises:
         CheckpointError: the modules name a fused layer and parts of it.
@@ -432,7 +432,7 @@ def _slot_layouts(
 
 
 def slot_bytes(name: str, config: Decoder, modules: Collection[str], rank: int, dtype: str) -> int:
-    """Of the matrices of one slot of `banked`."""
+    """Bytes of the matrices of one slot of `banked`."""
     layouts = _slot_layouts(name, config, modules, rank).values()
     numbers = sum(math.prod(shape) for layout in layouts for shape in layout.shapes)
     return numbers * jnp.dtype(dtype).itemsize

@@ -20,7 +20,7 @@ MOST_LAYERS = 10_000
 MOST_EXPERTS = 10_000
 """A name of a tensor is made for each of a layer's."""
 MOST_DIMENSIONS = 2**16
-"""Of a head; their order in a checkpoint is listed."""
+"""Dimensions of a head; their order in a checkpoint is listed."""
 
 
 def tiny(*without: str, **changes: Any) -> dict[str, Any]:

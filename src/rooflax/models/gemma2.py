@@ -23,7 +23,7 @@ DEFAULTS = {
     "vocab_size": 256_000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
 }  # fmt: skip
-"""What files leave out where it is transformers' default."""
+"""Values that files leave out where they are transformers' defaults."""
 SCORE_CAP, LOGIT_CAP = "attn_logit_softcapping", "final_logit_softcapping"
 TINY = common.tiny(
     "hidden_act", num_hidden_layers=4, tie_word_embeddings=True, rms_norm_eps=1e-6,
@@ -78,7 +78,7 @@ def _read_gguf(reader: MetadataReader, raw: Raw) -> Raw:
 
 
 def _lacks(decoder: Decoder) -> str | None:
-    """What llama.cpp does not compute: other scales, windows elsewhere."""
+    """Scales and windows that llama.cpp does not compute."""
     attention, layers = decoder.layers[0].attention, decoder.num_layers
     heads = decoder.hidden_size // attention.num_heads if layers == 46 else attention.head_dim
     if attention.scale != heads**-0.5:

@@ -24,7 +24,7 @@ DEFAULTS = {
     "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
 }  # fmt: skip
-"""What files leave out where it is transformers' default."""
+"""Values that files leave out where they are transformers' defaults."""
 TINY = common.tiny(
     "hidden_act", num_hidden_layers=4, tie_word_embeddings=True, rms_norm_eps=1e-6,
     hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=28, sliding_window=7,

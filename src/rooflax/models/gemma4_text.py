@@ -33,7 +33,7 @@ DEFAULTS = {
     "vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
 }  # fmt: skip
-"""What files leave out where it is transformers' default."""
+"""Values that files leave out where they are transformers' defaults."""
 SKIPPED = (
     r"(model\.)?(language_model\.)?(model\.)?layers\.\d+\.self_attn\.([kv]_proj|k_norm)\.weight"
 )

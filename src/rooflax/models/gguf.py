@@ -39,7 +39,7 @@ YARN = {
     "yarn_beta_slow": "beta_slow",
 }
 GGUF_POOLING = {1: "mean", 3: "last"}
-"""Of llama.cpp's `pooling_type`; 0 is none, 2 the first token's, 4 a rank."""
+"""Values of llama.cpp's `pooling_type`; 0 is none, 2 the first token's, 4 a rank."""
 GGUF_DENSE = ("dense_2", "dense_3")
 """Matrices of layers behind the pooling, in their order."""
 MAX_FACTOR_ERROR = 1e-5

@@ -96,11 +96,11 @@ TENSORS = renamed(
     *((f"{layer}.{hf}", f"blk.{{i}}.{stored}") for stored, names in LAYERS.items()
       for hf in names for layer in ("model.layers.{i}", "transformer.h.{i}")),
 )  # fmt: skip
-"""Of all checkpoints: llama.cpp gives a tensor one name, whatever a family calls it."""
+"""Names of all checkpoints: llama.cpp gives a tensor one name, whatever a family calls it."""
 POST_NORM = renamed(
     ("model.layers.{i}.post_attention_layernorm", "blk.{i}.post_attention_norm"),
 )
-"""Where that norm is not the feed-forward network's own, or is called so."""
+"""Families where that norm is not the feed-forward network's own, or is called so."""
 GATE, UP, DOWN = (f"blk.{{i}}.ffn_{part}_exps" for part in ("gate", "up", "down"))
 SHARED_EXPERT_GATE: NameTable = {
     f"{MLP}.shared_expert_gate.weight": (("blk.{i}.ffn_gate_inp_shexp.weight",), Row())

@@ -40,7 +40,7 @@ NO_SCALING = {"rope_type": "default"}
 """An absent scaling means DEFAULT_ROPE here, so none at all has to be said."""
 
 DEFAULT_ROPE = RopeScaling("yarn", 32.0, 4096, truncate=False, attention_factor=1.3465735902799727)
-"""What transformers assumes where config.json says nothing of RoPE."""
+"""RoPE that transformers assumes where config.json says nothing of it."""
 
 NAMES = TensorNames(
     tuple(

@@ -42,7 +42,7 @@ SKIPPED_KEYS = (
     "num_heads", "theta", "use_pos_enc", "block__name_mlp", "*ffn_te_autocast",
     "*sequence_parallel_norm_across_tp",
 )  # fmt: skip
-"""Of training, or said twice."""
+"""Keys of training, or said twice."""
 TINY = common.tiny(
     "head_dim", "rms_norm_eps", "hidden_act", "tie_word_embeddings", hidden_size=60,
     num_hidden_layers=5, norm_eps=1e-5, block_multiple_of=8,

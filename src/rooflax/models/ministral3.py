@@ -22,7 +22,7 @@ ROPE = {
     "original_max_position_embeddings": 16_384, "beta_fast": 32.0, "beta_slow": 1.0,
     "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
-"""What transformers assumes where config.json says nothing of RoPE."""
+"""RoPE that transformers assumes where config.json says nothing of it."""
 GGUF = GGUFSpec("mistral3", biases={}, scales_queries=True, permuted=True, output_bias=True)
 TINY = common.tiny(
     "rope_theta",

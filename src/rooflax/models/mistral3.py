@@ -21,7 +21,7 @@ SKIPPED_KEYS = (
     "multimodal_projector_bias", "spatial_merge_size",
 )  # fmt: skip
 FAMILIES = {"mistral": mistral, "ministral3": ministral3}
-"""Of the text model."""
+"""Families of the text model."""
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -12,7 +12,7 @@ PREFIX = "preset:"
 EMBEDDED_NAME, CHAT_NAME = EMBEDDED = ("rooflax-python-5m", "rooflax-chat-5m")
 """Models inside the package: the default, and that of a conversation."""
 SEED = 0
-"""Of every preset's weights: the same on every run."""
+"""Seed of every preset's weights: the same on every run."""
 
 _FILE = json.loads(Path(__file__).with_name("presets.json").read_text(encoding="utf-8"))
 PUBLISHED: tuple[str, ...] = tuple(_FILE["published"])

@@ -17,7 +17,7 @@ HF_PREFIXES = ("model.", "model.language_model.", "language_model.model.")
 SKIPPED = r"(model\.)?(mtp|visual)\..*"
 """Tensors of the checkpoint that the text model has no use for."""
 SKIPPED_KEYS = ("mtp_*", "mamba_ssm_dtype")
-"""Of further heads that draft tokens, and of a state that is float32 here anyway."""
+"""Keys of further heads that draft tokens, and of a state that is float32 here anyway."""
 GGUF = GGUFSpec(
     "qwen35", keys=COMMON | mixers.KEYS, partial=True, read=mixers.read_gguf,
     write=mixers.write_image_gguf,

@@ -16,7 +16,7 @@ from rooflax.models.gguf import GGUFSpec
 from rooflax.nn.decoder import Decoder
 
 PAGE = 'the page "Models that rooflax runs", docs/models.md'
-"""Of the families, made of what this module knows; its title can be looked for."""
+"""The page of the families, made of what this module knows; its title can be looked for."""
 READ_QUANTIZATION = (
     "rooflax", "mxfp4", "fp8", "awq", "gptq", "compressed-tensors", "fbgemm_fp8", "modelopt",
     "bitsandbytes", "mlx",

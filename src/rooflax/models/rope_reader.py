@@ -12,7 +12,7 @@ from rooflax.models.config_reader import ConfigReader
 from rooflax.nn.rope import MOST, Rope, RopeScaling
 
 _IMAGE_ROPE_KEYS = ("mrope_section", "mrope_interleaved")
-"""Which frequencies belong to which axis of an image; a text's positions are the same on all."""
+"""Keys of the frequencies of an image's axes; a text's positions are the same on all."""
 _ROPE_KEYS = {
     "default": (),
     "linear": ("factor",),

@@ -23,7 +23,7 @@ from rooflax.ops.attention.sequences import owners
 from rooflax.ops.recurrent import NO_ROW, Runs
 
 NO_SLOT = 1 << 30
-"""Of padding: beyond every pool, wherever a layer's blocks begin in it (csrc/ffi_common.h)."""
+"""Slot of padding: beyond every pool, wherever a layer's blocks begin in it (csrc/ffi_common.h)."""
 
 
 @jax.tree_util.register_dataclass

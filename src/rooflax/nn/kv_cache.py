@@ -28,7 +28,7 @@ from rooflax.ops.kv_pool import PoolLeaf as Pool
 from rooflax.ops.kv_pool import QuantizedPool, zeros
 
 States = tuple[Float[Array, "_ ..."], ...]
-"""What a layer with state has in place of K, arrays of rows; in place of V it has nothing."""
+"""States of a layer in place of K, arrays of rows; in place of V it has nothing."""
 
 
 class Heads(NamedTuple):

@@ -26,7 +26,7 @@ from rooflax.ops.linear import Norm, linear_by_head
 from rooflax.ops.rope import apply_rope
 
 EPS = 1e-6
-"""Of the latents' norms, whatever that of the others is."""
+"""Epsilon of the latents' norms, whatever that of the others is."""
 
 
 @dataclass(frozen=True)

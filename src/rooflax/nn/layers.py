@@ -36,7 +36,7 @@ REMAT_POLICIES = {
     "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "everything": jax.checkpoint_policies.everything_saveable,
 }
-"""Which values of a layer's forward pass the backward pass reads; it recomputes the others."""
+"""Values of a layer's forward pass that the backward pass reads; it recomputes the others."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from rooflax.errors import CheckpointError
 
 LEAST, MOST = 1e-6, 1e15
-"""Of theta and every factor: so float32 holds the angles of any position."""
+"""Bounds of theta and every factor: so float32 holds the angles of any position."""
 
 
 def _check(name: str, *values: float) -> None:

@@ -37,9 +37,10 @@ RULES = {
     "rows": DATA,
     "tokens": SEQUENCE,
 }
-"""What is split over what. The names are those of the weight table, and three more: the layers of a
-model, a batch's rows, and the tokens of each. Every other axis is whole everywhere. What stands
-before a dot in a name says whose axis it is where layers differ in its size."""
+"""The axis of a mesh that each axis is split over. The names are those of the weight table, and
+three more: the layers of a model, a batch's rows, and the tokens of each. Every other axis is
+whole everywhere. The part of a name before a dot says whose axis it is where layers differ in its
+size."""
 
 SPLIT = (
     "kv_heads", "query_heads", "mlp", "dense_mlp", "shared_mlp", "wide_mlp", "channels",

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from rooflax.nn.decoder import Decoder
 
 TABLES = ("embed", "per_layer.embed")
-"""Of which a step looks rows up, at their own width."""
+"""Tables of which a step looks rows up, at their own width."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -253,7 +253,7 @@ class Storage:
 
     @property
     def adapter_dtype(self) -> str:
-        """Of LoRA adapters in slots: bfloat16 beside products that are rounded more than that."""
+        """Dtype of LoRA adapters in slots: bfloat16 beside matmuls that are rounded more."""
         return "bfloat16" if self.quantizes_activations else "float32"
 
     @property

@@ -1,4 +1,4 @@
-"""How a checkpoint's tensors become one of our arrays, and back: a `TensorLayout` of each line of
+"""From a checkpoint's tensors to one of our arrays, and back: a `TensorLayout` of each line of
 the table (see `nn.weights`). NumPy arrays and shapes only: it knows no files and no jax.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 ROWS_AT_ONCE = 16
 Shape = tuple[int, ...]
 Where = tuple[slice, ...]
-"""Of each axis of an array what a part of it has."""
+"""Slice of each axis of an array that a part of it has."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _turn(rows: np.ndarray, out: np.ndarray) -> None:
 
 
 GROUP_ENDS = {"qkv_group": 2, "qk_group": 1, "q_group": 0}
-"""How many of an axis's rows are k and v, behind those of the queries."""
+"""Number of an axis's rows that are k and v, behind those of the queries."""
 
 
 @dataclass(frozen=True)

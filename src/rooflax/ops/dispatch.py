@@ -52,12 +52,12 @@ class Ran:
 
 
 PLATFORMS = {"native": ("cpu",), "pallas": ("gpu", "tpu")}
-"""Where the implementations are that need something; the others are everywhere."""
+"""Platforms of the implementations that need something; the others are everywhere."""
 MISSING: Mapping[str, Callable[[], str | None]] = {
     "native": lambda: None if native.is_ready() else native.status().reason,
     "pallas": accelerator.missing,
 }
-"""What those lack here, or None."""
+"""The reason why those cannot run here, or None."""
 
 _record: dict[tuple[str, str | None], dict[Ran, None]] = {}
 """By operation and by the implementation that was asked for. A compiled program is traced once in a

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 FLOAT32 = jax.lax.Precision.HIGHEST
-"""Of float32 matmuls: full float32 on every platform, as docs/optimizations.md measures."""
+"""Precision of float32 matmuls: full on every platform, as docs/optimizations.md measures."""
 
 
 def dot_general(

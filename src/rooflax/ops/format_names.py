@@ -74,7 +74,7 @@ PARTS = (HEAD, "q", "k", "v", "o", "gate", "up", "down")
 WIDER = {"iq4_nl": {HEAD: "w8a8-h64", "v": "w6a8", "down": "w6a8"}}
 """The matrices that a format leaves wider unless they are named: few bytes, much of the loss."""
 AT_ENDS = ("down",)
-"""Of WIDER: in the layers alone that `is_at_an_end` chooses."""
+"""Parts of WIDER that are so in the layers alone that `is_at_an_end` chooses."""
 BESIDE = "|"
 """Between the formats of a fused weight's tensors, in their order."""
 

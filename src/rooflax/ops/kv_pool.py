@@ -60,7 +60,7 @@ class QuantizedPool:
 
 
 LAZY_BYTES = 1 << 20
-"""Of arrays for which a program of their own is worth it."""
+"""Bytes of arrays for which a program of their own is worth it."""
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:

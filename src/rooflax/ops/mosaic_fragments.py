@@ -30,7 +30,7 @@ from rooflax.ops.mosaic_bytes import element, primitive
 
 mgpu: Any = _mgpu
 ROWS, PANELS = 64, 4
-"""Of an operand: a warp has a panel of 16."""
+"""Rows and panels of an operand: a warp has a panel of 16."""
 WORDS = (PANELS, 64)
 """Words of four panels: 16 outputs of four words each."""
 

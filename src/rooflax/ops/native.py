@@ -29,11 +29,11 @@ LAYOUTS = (
     "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "int6",
     "fp8-g32", "nf4", "nvfp4",
 )  # fmt: skip
-"""Of weights that its kernels read: plain ones, [in, out], [out, in] or `Pairs`, and codes."""
+"""Layouts of weights that its kernels read: [in, out], [out, in], `Pairs`, and codes."""
 READ_AS = {"int4-z64": "q4_k", "int4-z128": "q4_k"}
 """Codes whose arrays are those of another layout."""
 KERNELS_VERSION = 22
-"""What the arguments of its functions mean; csrc/attention_ffi.cc says the library's."""
+"""Version of what the arguments of its functions mean; csrc/attention_ffi.cc says the library's."""
 OLDER = "the native library is not of this version; install rooflax again"
 INSTRUCTION_SETS = ("generic", "avx2", "avx512", "avx512-far", "amx")
 
@@ -329,7 +329,7 @@ def prefer(variant: str, code: str, form: int, work: int) -> bool:
 
 
 def cpuinfo(field: str) -> str | None:
-    """What Linux says of the first core, as its "model name" or "flags"."""
+    """A line of Linux about the first core, as its "model name" or "flags"."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

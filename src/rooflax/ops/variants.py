@@ -1,4 +1,4 @@
-"""Which variant of the native kernels multiplies by which weights: measured once on a machine.
+"""Variants of the native kernels by the weights they multiply: measured once on a machine.
 
 No variant is the fastest for every format on a processor. Of those that give the bits of the
 default (csrc/matmul_ffi.cc says which), a model's own weights decide, for each of its formats and
@@ -40,26 +40,26 @@ TURNS, LEAST_TURNS = 9, 3
 HOPELESS = 2.0
 """Times as slow as another: such a variant is not read again."""
 MARGIN = 1.05
-"""What the default's median is of another variant's where that is taken: less may be noise."""
+"""Ratio of the default's median to another variant's where that is taken: less may be noise."""
 BUDGET_S = 0.14
 LEAST_BYTES = 1 << 24
-"""Of an array of weights; smaller ones are not measured, as they stay in a cache."""
+"""Bytes of an array of weights; smaller ones are not measured, as they stay in a cache."""
 MOST_FILE_BYTES, MOST = 1 << 20, 1 << 24
-"""Of a table's file, and of any size in it."""
+"""Bytes of a table's file, and the largest size in it."""
 AGAIN_S, AGAIN_BYTES = 3.0, 1 << 28
-"""Where a table is taken again without a model: time, and bytes that are read."""
+"""Limits where a table is taken again without a model: time, and bytes that are read."""
 BROKEN = (
     OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError,
     SyntaxError,
 )  # fmt: skip
-"""What reading a file of any content may raise."""
+"""Errors that reading a file of any content may raise."""
 TABLES = ("embed", "lm_head")
 """Weights that make logits."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How weights of a format lie in their arrays: values, scales and sums.
+    """Layout of a format's weights in their arrays: values, scales and sums.
 
     Attributes:
         code: as `StoredOperand.code`.
@@ -89,7 +89,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Entry:
-    """What was measured of a format.
+    """Measurements of a format.
 
     Attributes:
         seconds: of WORKS, as far as there was time, the medians by variant; none where there is
@@ -223,7 +223,7 @@ def _plain(path: tuple[Any, ...], array: jax.Array) -> Dense:
 
 
 def _lying(operand: StoredOperand) -> Weights | None:
-    """Where weights lie; None where they are on several devices."""
+    """Addresses of weights; None where they are on several devices."""
     arrays, axis = operand.arrays, len(operand.stack)
     values = arrays[0]
     if len(values.devices()) > 1 or operand.packing == "matrix":
@@ -248,7 +248,7 @@ def _lying(operand: StoredOperand) -> Weights | None:
 def measure(
     weights: Mapping[str, Weights], known: Mapping[str, Entry], budget_s: float
 ) -> dict[str, Entry]:
-    """What is known, with what is not: median seconds of each variant, interleaved.
+    """The table with what it lacked: median seconds of each variant, interleaved.
 
     Args:
         budget_s: for all of it; what is left then stays unknown, but for the first.
@@ -307,7 +307,7 @@ def fastest(seconds: Mapping[str, float], default: str) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What a table holds for."""
+    """The machine that a table holds for."""
     return {
         "processor": native.cpuinfo("model name") or platform.processor() or platform.machine(),
         "flags": native.cpuinfo("flags") or "",
@@ -324,7 +324,7 @@ def table_path() -> Path:
 
 
 def read_table(path: Path) -> dict[str, Entry]:
-    """What a file holds for this machine: nothing where it is broken, missing, or another's."""
+    """Entries of a file for this machine: none where it is broken, missing, or another's."""
     try:
         document = json.loads(read_regular(path, MOST_FILE_BYTES))
         if document["machine"] != machine():

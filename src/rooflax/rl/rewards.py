@@ -119,7 +119,7 @@ class Reward:
         return rewards
 
     def _called(self, arguments: dict[str, Any]) -> Any:
-        """What the function gives, as a list if it has an order; what it prints goes to stderr."""
+        """The function's result, as a list if it has an order; what it prints goes to stderr."""
         process = os.getpid()
         try:
             with contextlib.redirect_stdout(sys.stderr):

@@ -29,7 +29,7 @@ from rooflax.train.corpus import Prompt
 from rooflax.train.step import make_token_losses
 
 HELD_OUT = -1
-"""In place of a step in the seeds of held-out answers, which are the same each time."""
+"""Step in the seeds of held-out answers, which are the same each time."""
 
 
 class Rollouts:
@@ -215,13 +215,13 @@ class Rollouts:
         return ids
 
     def shapes(self) -> GrpoBatch:
-        """Of a batch."""
+        """Shapes of a batch."""
         rows = (self.config.batch_size, self.config.seq_len)
         whole, real = (jax.ShapeDtypeStruct(rows, kind) for kind in (jnp.int32, jnp.float32))
         one = jax.ShapeDtypeStruct(rows[:1], jnp.float32)
         return GrpoBatch(whole, whole, real, whole, whole, real, real, one)
 
     def cache_bytes(self) -> int:
-        """Of the sampler's KV cache."""
+        """Bytes of the sampler's KV cache."""
         plan = self.llm.plan
         return plan.estimate(self.config.batch_size, plan.max_model_len).kv_cache

@@ -38,9 +38,9 @@ from rooflax.server.settings import Keys, allowed_origin, host_is_allowed
 
 BODY_S = 30.0
 MAX_BODIES_BYTES = 256 * 2**20
-"""Of all bodies that are being read."""
+"""Bytes of all bodies that are being read."""
 OPEN_PATHS = ("/health", "/ready", *FILES)
-"""What anybody who reaches the server may ask."""
+"""Routes that anybody who reaches the server may ask."""
 REJECTIONS = (401, 403, 413, 429, 503)
 """Statuses of requests that are turned away, whatever they ask."""
 _SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -71,7 +71,7 @@ OWN_NAMES = {
     "/v1/responses/input_tokens": {"prompt": "input", "messages": "input"},
     "/v1/embeddings": {"prompt": "input"},
 }
-"""What a route's clients call the fields that errors name as other routes do."""
+"""Names that a route's clients have for fields that errors name as other routes do."""
 TAKES_NO_PLACE = (
     "/v1/messages/count_tokens",
     "/v1/responses/input_tokens",

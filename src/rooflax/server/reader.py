@@ -28,7 +28,7 @@ _HARMONY_ENDS = ("<|start|>", "<|end|>", "<|call|>", "<|return|>")
 _AGAIN = 64
 """Characters that are read at once where some are read a second time."""
 _TOKENS = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]")
-"""What a special token may look like within a text."""
+"""Pattern of a special token within a text."""
 _RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_-]{1,64})")
 
 
@@ -39,7 +39,7 @@ class ReaderState(StrEnum):
     REASONING = "reasoning"
     CALL = "call"
     HEADER = "header"
-    """Of a harmony message: its channel and its recipient."""
+    """Head of a harmony message: its channel and its recipient."""
 
 
 class ReaderStep(StrEnum):
@@ -68,7 +68,7 @@ TRANSITIONS = {
 
 
 class Reading(NamedTuple):
-    """What was read since the last time, as far as it is certain.
+    """Events since the last time, as far as they are certain, and counts.
 
     Attributes:
         events: text, reasoning and calls, in their order.
@@ -130,7 +130,7 @@ class Reader:
         self._spans: list[tuple[int, int]] = []
         self._num_calls = self._num_reasoning_tokens = self._num_failed = 0
         self._unclosed: list[str] | None = None
-        """What stands behind the mark of reasoning that the prompt has opened."""
+        """Text behind the mark of reasoning that the prompt has opened."""
         tail = tokenizer.decode(list(prompt)[-_TAIL_TOKENS:], skip_special_tokens=False)
         if self._is_harmony and tail:
             self._go(ReaderStep.MESSAGE)
@@ -154,7 +154,7 @@ class Reader:
         return tuple(texts)
 
     def take(self, num_characters: int, *, is_last: bool = False) -> Reading:
-        """What was read since the last time.
+        """The reading since the last time.
 
         Args:
             num_characters: of content that no stop string can cut any more.

@@ -202,7 +202,7 @@ class _ResponseAnswer:
         self.number = 0
         self.is_open = False
         self.tokens: list[Spelled] = []
-        """That stand in no item yet."""
+        """Tokens that stand in no item yet."""
         self.texts: list[tuple[int, int]] = []
         """The characters of the whole answer that the open item has."""
 

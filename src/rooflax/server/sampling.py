@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rooflax.loading.tokenizer import Tokenizer
 
 LOWEST = -9999.0
-"""In place of minus infinity, which JSON does not have."""
+"""Number in place of minus infinity, which JSON does not have."""
 
 
 def renamed(fields: Mapping[str, Any], api: Api) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class LoraTraining:
         return matrices
 
     def _base_lengths(self) -> Iterator[tuple[str, Array]]:
-        """Of each module's weights, for each output."""
+        """Lengths of each module's weights, for each output."""
         sizes, weights = self._base.config.axis_sizes, frozen(self._base)
         stacked = weights.get("stacked_layers")
         layers = stacked or weights["layers"]
@@ -141,7 +141,7 @@ class LoraTraining:
 
 
 def resolved(model: Model, config: TrainConfig) -> tuple[AdapterConfig, dict[str, Target]]:
-    """What is trained: as PEFT's config says it, and by module.
+    """The layers that are trained: as PEFT's config says it, and by module.
 
     Raises:
         RequestError: nothing is.

@@ -57,7 +57,7 @@ _data = partial(declare, group="what to train")
 @documented
 @dataclass(frozen=True)
 class DataConfig:
-    """How training data is read."""
+    """Settings of reading training data."""
 
     glob: str | None = _data(
         Text(), "files to take from a folder", shown_default="*.txt", metavar="GLOB")

@@ -23,7 +23,7 @@ SKIPPED_FOLDERS = frozenset({
 })  # fmt: skip
 HELD_OUT_FRACTION = 0.1
 MAX_FILE_BYTES = 1 << 34
-"""Of a training file; corpora are larger than what else is read into memory."""
+"""Bytes of a training file; corpora are larger than what else is read into memory."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ Value = tuple[Any, str, str]
 """A row as it was read, its name, and where it is, as errors name it."""
 HUB = "hub:"
 SPLITS = {"train": "train", "valid": "validation", "test": "test"}
-"""Of a hub's datasets, by part."""
+"""Splits of a hub's datasets, by part."""
 PARTS = ("train", "valid", "test")
 AnyRow = TypeVar("AnyRow", bound=Row | Prompt)
 

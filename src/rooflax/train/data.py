@@ -45,7 +45,7 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class CorpusInfo:
-    """What is known of a token file.
+    """Counts and types of a token file.
 
     Attributes:
         dtype: "uint16" or "uint32".

@@ -35,7 +35,7 @@ class OneDevice:
     """The device of a run without a mesh: every array is whole."""
 
     def shardings(self, tree: Any) -> Any:
-        """Of the arrays of a state, or of a part of one; None leaves them where they are."""
+        """Shardings of the arrays of a state or a part of one; None leaves them where they are."""
         del tree
 
     def placed(self, state: Any) -> Any:
@@ -43,7 +43,7 @@ class OneDevice:
         return state
 
     def placed_fixed(self, fixed: Any) -> Any:
-        """What is not trained, where it belongs."""
+        """Arrays that are not trained, where they belong."""
         return fixed
 
     def kept(self, state: Any) -> Any:

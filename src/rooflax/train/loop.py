@@ -64,7 +64,7 @@ from rooflax.train.step import (
 )
 
 CPU_TOKENS = 1024
-"""Of a micro-batch on CPU: as fast as more, in less memory."""
+"""Tokens of a micro-batch on CPU: as fast as more, in less memory."""
 SCREEN = 79
 """Characters of a sample's line."""
 Sampler = Callable[[Model], list[tuple[str, str]]]
@@ -73,7 +73,7 @@ Sampler = Callable[[Model], list[tuple[str, str]]]
 
 @dataclass(frozen=True)
 class TrainedAdapter:
-    """What LoRA has trained: the matrices by module, the config that PEFT needs with them, and by
+    """Result of LoRA: the matrices by module, the config that PEFT needs with them, and by
     module the weights that were trained whole."""
 
     matrices: dict[str, LowRank]
@@ -83,7 +83,7 @@ class TrainedAdapter:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended.
+    """End of a run.
 
     Attributes:
         model: with the trained float32 weights, layers unrolled; with LoRA the base.
@@ -128,15 +128,15 @@ class Rollouts(Protocol):
         ...
 
     def loss(self, model: Model, config: TrainConfig, lora: LoraTraining | None) -> Loss:
-        """What is lowered on them."""
+        """The loss on them."""
         ...
 
     def shapes(self) -> Any:
-        """Of a batch."""
+        """Shapes of a batch."""
         ...
 
     def cache_bytes(self) -> int:
-        """Of the sampler's KV cache."""
+        """Bytes of the sampler's KV cache."""
         ...
 
     def batch(self, step: int, weights: Any) -> tuple[Any, dict[str, float]]:
@@ -221,7 +221,7 @@ def rows_of(config: TrainConfig) -> type[Rows]:
 
 
 def make_loss(model: Model, config: TrainConfig, lora: LoraTraining | None) -> Loss:
-    """What the run lowers, by its `train_mode`."""
+    """The loss that the run lowers, by its `train_mode`."""
     make = preference_loss if config.train_mode in PREFERENCES else cross_entropy
     return make(model, config, lora)
 
@@ -373,7 +373,7 @@ class _Run:
         return state, info["log_position"]
 
     def take_reference(self, *, is_resumed: bool) -> None:
-        """What DPO measures from: log-probabilities of the answers under the model that was given,
+        """Takes DPO's reference: log-probabilities of the answers under the model that was given,
         of all pairs that the run will see and that are not yet in the file."""
         path = self.folder / "reference.npy"
         every = [self.rows, *self.other_rows.values()]
@@ -506,7 +506,7 @@ class _Run:
         bar.set_postfix_str(f"loss {self.loss:.3f}{reward}", refresh=False)
 
     def batch(self) -> tuple[Any, dict[str, float]]:
-        """Of the next step, and numbers to log."""
+        """The batch of the next step, and numbers to log."""
         if self.rollouts is not None:
             return self.rollouts.batch(self.step, self.state.weights)
         assert self.rows is not None
@@ -613,7 +613,7 @@ class _Run:
             self.held_out_lines.append(line)
 
     def bits_per_byte(self, loss: float) -> dict[str, float]:
-        """Of a loss in nats per token, which a held-out corpus turns into bits."""
+        """Bits per byte of a loss in nats per token, by a held-out corpus."""
         if self.held_out is None or self.config.train_mode != SFT:
             return {}
         return {"bits_per_byte": self.held_out.bits_per_byte(loss)}

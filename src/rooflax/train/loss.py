@@ -17,9 +17,9 @@ from rooflax.models.model import Model
 from rooflax.nn.execution import ExecutionOptions
 
 CHUNK_BYTES = 8 << 20
-"""Of a chunk's logits."""
+"""Bytes of a chunk's logits."""
 FEWEST_TOKENS = 256
-"""Of a chunk; each adds to the head's gradient, as large as the head."""
+"""Tokens of a chunk; each adds to the head's gradient, as large as the head."""
 
 Chunks = tuple[Any, ...]
 """Arrays [chunks, tokens, ...]."""

@@ -11,7 +11,7 @@ from rooflax.files import replacing
 from rooflax.train.log import best_held_out
 
 WIDTH, HEIGHT, LEFT, BELOW = 860, 240, 70, 24
-"""Of a plot in pixels, and what its labels take of them."""
+"""Sizes of a plot in pixels, and what its labels take of them."""
 PAGE = """<!doctype html>
 <html lang="en">
 <head>

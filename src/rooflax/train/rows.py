@@ -20,7 +20,7 @@ from rooflax.train.corpus import Completion, Conversation, Document, Preference,
 from rooflax.train.data import Encoded, encode_texts
 
 THREADS = 4
-"""That wait for templates, as many as there are processes that render them."""
+"""Rows that wait for templates, as many as there are processes that render them."""
 WRITTEN_AT_ONCE = 1024  # rows
 
 

@@ -31,7 +31,7 @@ Step = Callable[..., tuple["TrainState", "Metrics"]]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """What training changes: float32 weights, the optimizer's moments, the steps done."""
+    """State that training changes: float32 weights, the optimizer's moments, the steps done."""
 
     weights: dict[str, Any]
     opt_state: Any
@@ -41,8 +41,8 @@ class TrainState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Metrics:
-    """Of one step: the mean loss, the norm of the gradient before clipping, what the loss is a mean
-    over (`Loss.count`), and further means by name."""
+    """Numbers of one step: the mean loss, the norm of the gradient before clipping, what the loss
+    is a mean over (`Loss.count`), and further means by name."""
 
     loss: Float[Array, ""]
     grad_norm: Float[Array, ""]
@@ -52,7 +52,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Loss:
-    """What training lowers, as a mean: a sum, and what it is divided by.
+    """Loss that training lowers, as a mean: a sum, and what it is divided by.
 
     Attributes:
         sums: (weights, fixed, batch, seeds) -> (loss, further numbers to log by name), each summed

@@ -126,3 +126,10 @@ def test_backticked_names_exist():
 def test_what_does_not_exist_is_found(name, is_there):
     assert looks_like_ours(name)
     assert exists([name] if name.startswith("--") else name.split(".")) == is_there
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    begins = re.compile(r"\s*(What|Of|Where|That|Which|How)\b")
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in bare_strings(ast.parse(path.read_text(encoding="utf-8"))):
+            assert not begins.match(node.value), f"{path}:{node.lineno}: {node.value[:60]}"

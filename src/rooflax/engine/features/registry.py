@@ -10,4 +10,4 @@ FEATURES: tuple[type[Feature], ...] = (
     GrammarFeature,
     PoolingFeature,
 )
-"""In the order of their hooks. Speculation comes before them, where there is a drafter."""
+"""Features in the order of their hooks. Speculation comes before them, where there is a drafter."""

@@ -27,9 +27,9 @@ READERS: dict[str, Callable[[ConfigReader], Scheme]] = {
     "modelopt": read_modelopt,
 }
 KEYS = ("quantization_config", "compression_config", "quantization")
-"""Of config.json: the second is compressed-tensors' older one, the third MLX's."""
+"""Keys of config.json: the second is compressed-tensors' older one, the third MLX's."""
 BESIDE = "hf_quant_config.json"
-"""Where modelopt says what config.json may leave out."""
+"""The file in which modelopt says what config.json may leave out."""
 
 __all__ = ["CodedWeights", "KeptCodes", "Scheme", "declared_in", "read_scheme"]
 

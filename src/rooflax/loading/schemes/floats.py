@@ -25,7 +25,7 @@ from rooflax.ops.weights.formats import E2M1_VALUES, E8M0_VALUES
 
 E4M3, NVFP4_GROUP = "F8_E4M3", 16
 NOT_A_NUMBER = 0x7F
-"""Of an e4m3 code without its sign."""
+"""NaN's e4m3 code without its sign."""
 UNUSED = (
     "input_scale", "activation_scale", "input_zero_point", "input_global_scale", "input_scale_ub",
     "output_scale", "output_zero_point", "k_scale", "v_scale", "q_scale", "prob_scale",

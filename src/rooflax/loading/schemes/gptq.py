@@ -37,7 +37,7 @@ from rooflax.models.config_reader import ConfigReader
 WHOLE = -1
 """The group size of a weight whose inputs share one scale."""
 AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Where in a word each of eight outputs is."""
+"""Place in a word of each of eight outputs."""
 
 
 @dataclass(frozen=True)

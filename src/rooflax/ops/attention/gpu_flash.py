@@ -31,7 +31,7 @@ one program."""
 ENOUGH_PROGRAMS = 264
 """Two for each of an H200's 132 multiprocessors: below it contexts are split."""
 LEAST_TILES = 2
-"""Of keys in a share, so that merging stays small beside reading."""
+"""Tiles of keys in a share, so that merging stays small beside reading."""
 
 
 def flash(

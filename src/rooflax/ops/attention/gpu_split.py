@@ -22,11 +22,11 @@ from rooflax.ops.block_sizes import powers_of_two, rounded_up
 from rooflax.ops.kv_pool import Pool
 
 MOST_QUERIES = 64
-"""Of one row and K/V head, up to which this kernel is used."""
+"""Queries of one row and K/V head, up to which this kernel is used."""
 ENOUGH_PROGRAMS = 528
 """Four warpgroups for each of an H200's 132 multiprocessors: below it contexts are split."""
 LEAST_BLOCKS = 4
-"""Of a share, so that merging stays small beside reading."""
+"""Blocks of a share, so that merging stays small beside reading."""
 LOWEST = -1e30
 
 

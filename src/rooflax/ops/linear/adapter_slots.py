@@ -92,7 +92,7 @@ def with_rows(weights: Any, rows: Int[Array, " rows"]) -> Any:
 
 
 def places(spans: Spans, outer: int) -> np.ndarray:
-    """Of each output its place among those of all panels; behind the last where it has none."""
+    """Place of each output among those of all panels; behind the last where it has none."""
     ends = np.cumsum([0, *(-(-count // LANES) * LANES for _, count, _ in spans)])
     columns = np.full(outer, ends[-1])
     for (first, count, _), begin in zip(spans, ends, strict=False):

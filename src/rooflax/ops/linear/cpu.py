@@ -69,7 +69,7 @@ def selected_matmul(
 
 
 def _rounding(w: StoredOperand) -> int:
-    """How the kernel rounds activations, by `Bytes` in csrc/matmul_ffi.cc."""
+    """Rounding of the kernel's activations, by `Bytes` in csrc/matmul_ffi.cc."""
     if w.num_terms == 2:
         return 3
     return w.quantizes_activations + w.rotates_inputs

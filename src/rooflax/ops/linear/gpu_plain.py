@@ -33,13 +33,13 @@ from rooflax.ops.linear.prologue import Activation, ClampedSwiglu, Norm, Prologu
 from rooflax.ops.weights import StoredOperand
 
 LOAD_BYTES = 16
-"""Of a thread."""
+"""Bytes of a thread's load."""
 THREADS = 128
-"""Of a warpgroup."""
+"""Threads of a warpgroup."""
 WIDTHS = (64, 32)
 """Outputs of a program: a whole line of memory in bfloat16, or half of one."""
 LOADS = 8
-"""Of a thread before it uses the first, at most."""
+"""Loads of a thread before it uses the first, at most."""
 ENOUGH_PANELS = 264
 """Two for each of an H200's multiprocessors: below it they are of the smaller width."""
 

@@ -42,11 +42,11 @@ ROWS_AT_ONCE = 8
 ENOUGH_WARPGROUPS = 512
 """Four for each of an H200's 132 multiprocessors: below it several share a panel."""
 MOST_WARPGROUPS = 4
-"""Of a program; half of it where several rows take many registers."""
+"""Warpgroups of a program; half of it where several rows take many registers."""
 ENOUGH_PROGRAMS = 528
 """Four for each multiprocessor: above it a program takes several panels."""
 MOST_PANELS = 8
-"""Of a program."""
+"""Panels of a program."""
 MOST_PACKED = 8192
 """Inputs of a row up to which every program packs it again."""
 TILE = 32

@@ -31,13 +31,13 @@ from rooflax.ops.weights import Quantized
 from rooflax.ops.weights.matrix_packing import e8m0
 
 PANELS = 4
-"""Of a warpgroup: 64 outputs."""
+"""Panels of a warpgroup: 64 outputs."""
 WARPGROUPS = 2
-"""Of a program."""
+"""Warpgroups of a program."""
 TOGETHER = 4
 """Groups of inputs of a stage."""
 STAGES = 4
-"""Of rows, words and scales on their way to shared memory, by rule."""
+"""Stages of rows, words and scales on their way to shared memory, by rule."""
 ENOUGH_PROGRAMS = 132
 """One for each of an H200's multiprocessors, of tiles of 32 rows two: below it programs share the
 inputs."""

@@ -35,13 +35,13 @@ from rooflax.ops.weights.matrix_packing import as_matrix, e8m0
 
 LARGEST_TILE = 256
 ROWS = 16
-"""Of a tile of bfloat16 in registers: copies of as many lie behind each other as they are."""
+"""Rows of a tile of bfloat16 in registers: copies of as many lie behind each other as they are."""
 SCALED = ("int4", "int8-g32")
 """Codes whose scales multiply sums of groups."""
 NIBBLES = ("int4", "mxfp4")
 GROUPED = ("int8-g32", *NIBBLES)
 DECODED = ("int8", "fp8", *GROUPED)
-"""What `_weights` knows."""
+"""Codes that `_weights` knows."""
 
 
 def matmul(args: LinearArgs) -> Float[Array, "rows out"]:

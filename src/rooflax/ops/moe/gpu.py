@@ -35,7 +35,7 @@ DEPTH = 64
 STAGES = 4
 """Tiles of rows and of weights on their way to shared memory, by rule."""
 SHARED_BYTES = 192 << 10
-"""Of those and of the results, of the 227 KiB that a warpgroup can have."""
+"""Bytes of those and of the results, of the 227 KiB that a warpgroup can have."""
 
 
 def experts(args: MoeArgs) -> Float[Array, "tokens hidden"]:

@@ -23,7 +23,7 @@ if sys.platform != "win32":
 
 _NO_WAITING = getattr(os, "O_NONBLOCK", 0)
 MAX_BYTES, MAX_PIPE_BYTES, MAX_TEXT_BYTES = 1 << 32, 1 << 28, 1 << 26
-"""Bytes of a file of requests or answers; of a pipe of them; of a single setting, such as a template."""
+"""Bytes of a file of requests or answers; of a pipe of them; of one line, or a single setting."""
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from rooflax.cli import lines
 from rooflax.errors import CheckpointError, RequestError
 from rooflax.files import only_writer, open_regular, read_input, read_regular, read_text, replacing
 from rooflax.loading.gguf import GGUFFile
@@ -251,3 +252,13 @@ def test_what_is_replaced_keeps_its_links_and_is_whole_or_as_before(tmp_path):
         fails()
     assert (tmp_path / "folder/file").read_text() == "two"
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["file"]
+
+
+def test_a_line_of_input_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(lines, "MAX_TEXT_BYTES", 8)
+    path = tmp_path / "in.txt"
+    path.write_bytes(b"1234567\n\n12345678")
+    assert list(lines.text_lines(str(path))) == [(1, "1234567"), (3, "12345678")]
+    path.write_bytes(b"one\n123456789\n")
+    with pytest.raises(RequestError, match=r"^Line 2 of .* has more than 8 bytes"):
+        list(lines.text_lines(str(path)))

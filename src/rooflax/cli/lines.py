@@ -14,6 +14,7 @@ import json
 from collections.abc import Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from rooflax.cli import terminal
 from rooflax.cli.statistics import sample
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import EngineError, RequestError, RooflaxError
-from rooflax.files import only_writer, open_regular, read_input
+from rooflax.files import MAX_TEXT_BYTES, only_writer, open_regular, read_input
 from rooflax.inputs import FIELDS
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_TOKENS = 256
 BEGIN = b'{"id": '
-"""Of every line of the output."""
+"""The beginning of every line of the output."""
 AT_ONCE = 8
 """Requests in a batch for every sequence that runs at once."""
 
@@ -69,12 +70,19 @@ def text_lines(path: str) -> Iterator[tuple[int, str]]:
     is stdin.
 
     Raises:
-        RequestError: the file cannot be read.
+        RequestError: the file cannot be read, or a line is too long.
     """
     is_file = path != "-" and Path(path).is_file()
     try:
         with open_regular(path) if is_file else io.BytesIO(read_input(path)) as file:
-            for number, raw in enumerate(file, start=1):
+            lines = iter(partial(file.readline, MAX_TEXT_BYTES + 1), b"")
+            for number, raw in enumerate(lines, start=1):
+                if len(raw) > MAX_TEXT_BYTES:
+                    raise RequestError(
+                        f"Line {number} of {path} has more than {MAX_TEXT_BYTES} bytes; "
+                        f"put each request on a line of its own.",
+                        param="input",
+                    )
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\n")
                 if line.strip():
                     yield number, line

@@ -403,9 +403,9 @@ class AsyncLLM:
     def _take(self, sample: Sample, output: StepOutput) -> Delta:
         delta = sample.take(output, self.llm.load_s, CompileCounts())
         if delta.completion is not None and delta.completion.error is not None:
-            said = delta.completion.error
-            is_forms = said.startswith((NO_CONTINUATION, ENDS_EARLY))
-            raise (RequestError if is_forms else EngineError)(said)
+            message = delta.completion.error
+            is_forms = message.startswith((NO_CONTINUATION, ENDS_EARLY))
+            raise (RequestError if is_forms else EngineError)(message)
         if delta.completion is not None and output.finish_reason is None:
             self._thread.abort([output.sequence], "stop")  # a stop string ended it
         return delta

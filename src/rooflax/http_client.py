@@ -432,5 +432,5 @@ def _checked(value: Any, kind: type[Any], wanted: str) -> Any:
 def reason(document: Any) -> str | None:
     """Reason why a request failed, from the response."""
     error = document.get("error") if isinstance(document, dict) else None
-    said = error.get("message") if isinstance(error, dict) else error
-    return said[:300] if isinstance(said, str) and said else None
+    message = error.get("message") if isinstance(error, dict) else error
+    return message[:300] if isinstance(message, str) and message else None

@@ -119,7 +119,7 @@ class InputProcessor:
             RequestError: what this model cannot do, or a form that cannot be compiled.
             UnsupportedModelError: the checkpoint's defaults cannot be computed.
         """
-        asked, params = params.max_tokens, self._with_defaults(params, len(ids))
+        stated_max, params = params.max_tokens, self._with_defaults(params, len(ids))
         vocab = self._vocab_size
         check_prompt(ids, vocab, self.max_model_len)
         check_salt(cache_salt)
@@ -130,9 +130,9 @@ class InputProcessor:
         if not params.ignore_eos:
             stop |= self.stop_ids
         room = self.max_model_len - len(ids)
-        if asked is not None and asked > room:
+        if stated_max is not None and stated_max > room:
             raise RequestError(
-                f"max_tokens is {asked} and the context of {self.max_model_len} has room for "
+                f"max_tokens is {stated_max} and the context of {self.max_model_len} has room for "
                 f"{room} after a prompt of {len(ids)}; lower it, or leave it out to fill the "
                 f"context.",
                 param="max_tokens",

@@ -98,8 +98,8 @@ def page(document: dict[str, Any]) -> str:
     ]
     if "ablation" in document:
         header, *rows = ablation_cells(document["ablation"])
-        said = "Medians of decode speed; a step's ratio is to the row above it, or to all options."
-        parts += [f"<h2>Ablation</h2>\n<p>{said}</p>", _table(header, rows)]
+        note = "Medians of decode speed; a step's ratio is to the row above it, or to all options."
+        parts += [f"<h2>Ablation</h2>\n<p>{note}</p>", _table(header, rows)]
     parts += ["<h2>Plots</h2>", _plots(plots(document))]
     parts += ["<h2>Environment</h2>", _facts(_environment(document["environment"]))]
     return "\n".join([*parts, "</body>\n</html>\n"])
@@ -120,7 +120,7 @@ def _results(results: Sequence[Result], settings: list[str] | None) -> Iterable[
 
 
 def _warnings(results: Sequence[Result], names: Sequence[str]) -> Iterable[str]:
-    said, count = [], 0
+    texts, count = [], 0
     for name, result in zip(names, results, strict=True):
         lines = list(result["warnings"])
         cost = result.get("deterministic_over_plain")
@@ -128,13 +128,13 @@ def _warnings(results: Sequence[Result], names: Sequence[str]) -> Iterable[str]:
             lines.append(f"deterministic decode is {cost['ratio']:.3f}x the plain one's speed")
         if lines:
             items = "".join(f"<li>{_safe(line)}</li>" for line in lines)
-            said.append(f"<div>{_safe(name)}</div>\n<ul>{items}</ul>")
+            texts.append(f"<div>{_safe(name)}</div>\n<ul>{items}</ul>")
             count += len(lines)
-    if not said:
+    if not texts:
         return []
     opened = " open" if count <= OPEN_WARNINGS else ""
-    summary = f"<summary>{count} about {len(said)} of {len(results)} rows</summary>"
-    return ["<h2>Warnings</h2>", f"<details{opened}>{summary}", *said, "</details>"]
+    summary = f"<summary>{count} about {len(texts)} of {len(results)} rows</summary>"
+    return ["<h2>Warnings</h2>", f"<details{opened}>{summary}", *texts, "</details>"]
 
 
 def _plots(drawn: Sequence[Plot]) -> str:
@@ -151,8 +151,8 @@ def _environment(environment: dict[str, Any]) -> Iterable[tuple[str, str]]:
         if name.endswith("_bytes"):
             yield name.removesuffix("_bytes").replace("_", " "), _size(value)
         elif value != "":
-            said = UNKNOWN if value is None else str(value)
-            yield name.replace("_", " ").replace("mhz", "MHz"), said
+            text = UNKNOWN if value is None else str(value)
+            yield name.replace("_", " ").replace("mhz", "MHz"), text
 
 
 def _facts(facts: Iterable[tuple[str, str]]) -> str:

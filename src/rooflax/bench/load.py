@@ -269,8 +269,8 @@ async def run_load(target: Target, load: ServerLoad) -> dict[str, Any]:
 
 
 def _reason(reply: Reply) -> str:
-    said = reason(reply.json())
-    return f"status {reply.status}" + (f": {said[:200].rstrip('.')}" if said else "")
+    message = reason(reply.json())
+    return f"status {reply.status}" + (f": {message[:200].rstrip('.')}" if message else "")
 
 
 def _is_count(value: Any) -> bool:

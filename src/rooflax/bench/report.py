@@ -134,8 +134,8 @@ def notes(document: dict[str, Any]) -> list[str]:
     results = document["results"]
     for name, result in zip(labels(results), results, strict=True):
         note = f"note: {name}: " if len(results) > 1 else "note: "
-        said = (*result["warnings"], *result.get("passed_over", ()))
-        lines += [f"{note}{sentence}" for sentence in said]
+        texts = (*result["warnings"], *result.get("passed_over", ()))
+        lines += [f"{note}{sentence}" for sentence in texts]
         cost = result.get("deterministic_over_plain")
         if cost:
             lines.append(

@@ -219,8 +219,8 @@ async def _ask_all(
 def _reason(answer: dict[str, Any]) -> str:
     if answer["error"] is not None:
         return str(answer["error"]["message"])[:MOST_SAID]
-    said = reason(answer["response"]["body"])
-    return (said or f"status {answer['response']['status_code']}")[:MOST_SAID]
+    message = reason(answer["response"]["body"])
+    return (message or f"status {answer['response']['status_code']}")[:MOST_SAID]
 
 
 async def _ask(client: Client, request: BatchRequest) -> dict[str, Any]:

@@ -218,9 +218,9 @@ def _body(reply: http.client.HTTPResponse) -> Iterator[bytes]:
 def _reject(reply: http.client.HTTPResponse) -> None:
     body = b"".join(_body(reply))
     try:
-        said = reason(json.loads(body))
+        message = reason(json.loads(body))
     except (ValueError, RecursionError):
-        said = None
+        message = None
     status = reply.status
     kind = EngineError if status >= 500 and status != 503 else RequestError
-    raise kind(said or f"status {status}")
+    raise kind(message or f"status {status}")

@@ -211,9 +211,9 @@ def _print(report: dict[str, Any]) -> None:
             operation = ""
     _section("kernels", rows)
     timed: list[tuple[str, ...]] = [
-        (name, work, found["used"], ", ".join(f"{n} {us:.0f}" for n, us in found["us"].items()))
+        (name, work, medians["used"], ", ".join(f"{n} {us:.0f}" for n, us in medians["us"].items()))
         for name, works in report["variants"].items()
-        for work, found in works.items()
+        for work, medians in works.items()
     ]
     title = "variants of the native kernels, and median microseconds"
     _section(title, timed or [("measured when a large model first runs",)])

@@ -376,8 +376,8 @@ def _memory_rows(known: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _dequantized_rows(nbytes: int) -> list[tuple[str, ...]]:
-    said = "as numbers: no format holds their codes"
-    return [("  dequantized", gib(nbytes), said)] if nbytes else []
+    note = "as numbers: no format holds their codes"
+    return [("  dequantized", gib(nbytes), note)] if nbytes else []
 
 
 def _state_rows(known: dict[str, Any] | None) -> list[tuple[str, ...]]:
@@ -455,8 +455,8 @@ def _server_lines(server: dict[str, Any] | None) -> list[str]:
     if server is None:
         return []
     if "rejected" in server:
-        said = with_flags(server["rejected"], None, parser_of("inspect").flag_names)
-        return textwrap.wrap(f"AsyncLLM would reject it here. {said}", 80)
+        message = with_flags(server["rejected"], None, parser_of("inspect").flag_names)
+        return textwrap.wrap(f"AsyncLLM would reject it here. {message}", 80)
     blocks = " + ".join(f"{count:,}" for count in server["kv_blocks"])
     kept = f"{blocks} KV blocks of {server['block_size']} tokens" if blocks else "no KV cache"
     line = (

@@ -134,16 +134,16 @@ def _request(llm: LLM, number: int, raw: Any, params: SamplingParams) -> LineReq
             raise RequestError(
                 f"{name!r} is neither id, prompt, messages nor a sampling parameter."
             )
-    asked = replace(params, **rest)
+    request_params = replace(params, **rest)
     if "messages" in raw:
         ids = llm.encode_chat(raw["messages"])
     else:
         ids = llm.processor.prompt_ids(raw["prompt"])
-    if asked.max_tokens is None:
+    if request_params.max_tokens is None:
         most = min(DEFAULT_MAX_TOKENS, llm.max_model_len - len(ids))
-        asked = replace(asked, max_tokens=max(1, most))
-    llm.processor.samples(0, ids, asked)
-    return LineRequest(raw.get("id", number), ids, asked)
+        request_params = replace(request_params, max_tokens=max(1, most))
+    llm.processor.samples(0, ids, request_params)
+    return LineRequest(raw.get("id", number), ids, request_params)
 
 
 def open_output(path: str, force: bool) -> AbstractContextManager[tuple[IO[bytes], list[Any]]]:

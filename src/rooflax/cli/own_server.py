@@ -47,15 +47,15 @@ def own_server(model: str | None, flags: list[str]) -> Iterator[str]:
         encoding="utf-8",
         errors="replace",
     )
-    said: list[str] = []
+    lines: list[str] = []
     assert process.stderr is not None
-    reader = threading.Thread(target=said.extend, args=(process.stderr,), daemon=True)
+    reader = threading.Thread(target=lines.extend, args=(process.stderr,), daemon=True)
     try:
-        url = _url(process, said)
+        url = _url(process, lines)
         reader.start()
         while not _is_ready(url):
             if process.poll() is not None:
-                _failed(process.returncode, said)
+                _failed(process.returncode, lines)
             time.sleep(0.05)
         yield url
     finally:
@@ -70,18 +70,18 @@ def own_server(model: str | None, flags: list[str]) -> Iterator[str]:
         process.stderr.close()
 
 
-def _url(process: processes.Popen[str], said: list[str]) -> str:
+def _url(process: processes.Popen[str], lines: list[str]) -> str:
     assert process.stderr is not None
     for line in process.stderr:
-        said.append(line)
+        lines.append(line)
         match = LISTENING.search(line)
         if match is not None:
             return match[1]
-    return _failed(process.wait(), said)
+    return _failed(process.wait(), lines)
 
 
-def _failed(code: int, said: list[str]) -> str:
-    why = next((line for line in reversed(said) if line.startswith("rooflax:")), "no reason given")
+def _failed(code: int, lines: list[str]) -> str:
+    why = next((line for line in reversed(lines) if line.startswith("rooflax:")), "no reason given")
     kind = RequestError if code == 2 else EngineError
     raise kind(why.removeprefix("rooflax:").strip())
 

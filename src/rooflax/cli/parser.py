@@ -74,9 +74,9 @@ class Parser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments: "):
             unknown = message.removeprefix("unrecognized arguments: ")
             flag = unknown.split()[0].partition("=")[0]
-            for own in () if flag.startswith("-") else ("--prompt", "--tokens"):
-                if own in self._option_string_actions:
-                    return f"unknown: {unknown} (what is to be read follows {own})"
+            for flag_name in () if flag.startswith("-") else ("--prompt", "--tokens"):
+                if flag_name in self._option_string_actions:
+                    return f"unknown: {unknown} (what is to be read follows {flag_name})"
             return f"unknown: {unknown}{did_you_mean(flag, self._option_string_actions)}"
         message = message.removeprefix("argument ")
         if message.endswith("expected one argument"):

@@ -89,12 +89,12 @@ def score_windows(
 
     scores: list[np.ndarray] = []
     for begin in range(0, len(cut), AT_ONCE):
-        some = cut[begin : begin + AT_ONCE]
+        batch = cut[begin : begin + AT_ONCE]
         scores += llm.score(
-            [ids[window.start : window.first] for window in some],
-            [ids[window.first : window.end] for window in some],
+            [ids[window.start : window.first] for window in batch],
+            [ids[window.first : window.end] for window in batch],
         )
-        update(len(some))
+        update(len(batch))
     return np.concatenate(scores)
 
 

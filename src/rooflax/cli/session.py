@@ -73,9 +73,9 @@ def _checked(
 ) -> tuple[ExecutionOptions | None, dict[str, Any], dict[str, Any]]:
     """Options, where the model is, and arguments of `LLM`, before JAX is imported."""
     options = settings.pop("options", None)
-    said = options or flags.execution_options(args)
-    flags.check_speculation(args, said)
-    flags.check_weights_budget(args, said)
+    execution = options or flags.execution_options(args)
+    flags.check_speculation(args, execution)
+    flags.check_weights_budget(args, execution)
     precision = flags.check_precision(args)
     settings = {"dtype": precision.dtype, "kv_dtype": precision.kv_dtype} | settings
     mesh_text = getattr(args, "mesh", None)
@@ -100,9 +100,9 @@ def _loaded(
     values = flags.values_of(args, EngineSettings) | where | settings
     values["mesh"] = platform.make_mesh(values.get("mesh"))
     values["check"] = getattr(args, "check", False)
-    asked = {name: values.pop(name) for name in PLANNED & values.keys()}
-    plan = make_plan(args.model, options=options, **asked)
-    if asked.get("generation_config") == "auto":  # the verb generates
+    planned = {name: values.pop(name) for name in PLANNED & values.keys()}
+    plan = make_plan(args.model, options=options, **planned)
+    if planned.get("generation_config") == "auto":  # the verb generates
         plan.info.generation_defaults().check()
     name, is_random = plan.info.name, plan.info.folder is None
     if plan.info.left_out and not args.quiet:

@@ -514,9 +514,9 @@ def _encode(
             _train_tokenizer(training, args.vocab_size, start, out)
     tokenizer = _tokenizer(start)
     with terminal.status("encoding", args.quiet):
-        said = _write_tokens(parts, tokenizer, data, seq_len, out, args.train_mode)
+        notes = _write_tokens(parts, tokenizer, data, seq_len, out, args.train_mode)
     if not args.quiet:
-        for line in said:
+        for line in notes:
             terminal.say(line)
     return digest
 
@@ -533,7 +533,7 @@ def _write_tokens(
     from rooflax.train.data import separator_of, write_corpus
     from rooflax.train.rows import RowEncoder, has_whole_rows
 
-    said, encoder = [], RowEncoder(tokenizer, separator_of(tokenizer), data, seq_len)
+    notes, encoder = [], RowEncoder(tokenizer, separator_of(tokenizer), data, seq_len)
     encode = encoder.pairs if mode in PREFERENCES else encoder.rows
     for part, rows in parts.items():
         info = write_corpus(
@@ -548,12 +548,12 @@ def _write_tokens(
                 f"--seq-len {seq_len}; raise --seq-len."
             )
         if part == "train" and (data.masks or mode in PREFERENCES):
-            said.append(f"{info.num_trained:,} of {info.num_tokens:,} tokens are trained")
+            notes.append(f"{info.num_trained:,} of {info.num_tokens:,} tokens are trained")
     if encoder.shortened:
         left_out = f"; {encoder.dropped:,} of them train nothing and are left out"
         rows = counted(encoder.shortened, "row")
-        said.append(f"{rows} cut to {seq_len + 1:,} tokens{left_out if encoder.dropped else ''}")
-    return said
+        notes.append(f"{rows} cut to {seq_len + 1:,} tokens{left_out if encoder.dropped else ''}")
+    return notes
 
 
 def _train_tokenizer(rows: list[Row], size: int, start: _Start, out: Path) -> None:

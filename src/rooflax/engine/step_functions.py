@@ -65,8 +65,8 @@ def _compiled(function: Callable, *, jit: bool, mesh: Mesh | None, **static: Any
         bound = _named(function, static)
         if mesh is not None:
             bound = _sharded(bound, mesh, static["options"])
-        asked = compiler_options(static["options"].kernels)
-        jitted = jax.jit(bound, donate_argnums=1, compiler_options=asked)
+        options = compiler_options(static["options"].kernels)
+        jitted = jax.jit(bound, donate_argnums=1, compiler_options=options)
         # Eagerly, host arrays go to the device first, as jit would see to.
         _JITTED[key] = jitted if jit else (lambda *args: bound(*jax.device_put(args)))
     return _JITTED[key]

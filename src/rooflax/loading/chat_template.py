@@ -127,8 +127,8 @@ def _render(template: str, variables: Mapping[str, Any], marks: _Marks | None) -
     kind, reason = answer["error"], answer["reason"]
     if marks is not None:
         reason = "".join(text for text, _ in marks.split(reason))
-    error, said = _ERRORS[kind]
-    raise error(f"the chat template {said} {reason}")
+    error, message = _ERRORS[kind]
+    raise error(f"the chat template {message} {reason}")
 
 
 _ERRORS: Mapping[str, tuple[type[CheckpointError] | type[RequestError], str]] = {

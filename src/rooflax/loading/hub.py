@@ -267,9 +267,9 @@ class _Repository:
         matching = {name: parts for name, parts in every.items() if _is_of(name, quantization)}
         matching = {quantization: every[quantization]} if quantization in every else matching
         if len(matching) != 1:
-            said = f"{len(matching)} models" if matching else "no GGUF file"
+            matches = f"{len(matching)} models" if matching else "no GGUF file"
             raise CheckpointError(
-                f"{self.id} has {said} of {quantization:.80}; it has "
+                f"{self.id} has {matches} of {quantization:.80}; it has "
                 f"{_shown(matching or every) or 'none at all'}"
                 f"{', of which one can be given by its name' if matching else ''}."
             )

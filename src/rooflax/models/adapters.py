@@ -394,8 +394,8 @@ class SlotLayout:
             is_own = (tensors == number) & (self.parts >= 0)
             outputs = part.b.T * np.float32(part.scale)
             wide[:rank, self.columns[is_own]] = outputs[:, within[is_own]]
-            for own in np.unique(self.parts[is_own]):
-                a[:, own * self.rank : own * self.rank + rank] = part.a.T
+            for part_index in np.unique(self.parts[is_own]):
+                a[:, part_index * self.rank : part_index * self.rank + rank] = part.a.T
         b[:] = wide.reshape(self.rank, -1, LANES).swapaxes(0, 1)
         return a, b
 
@@ -414,7 +414,7 @@ def _slot_layouts(
         param = known[module].param
         shape = param.line.in_out_shape(config.axis_sizes)
         groups.setdefault((param.key, shape), []).append(known[module])
-    found: dict[Place, SlotLayout] = {}
+    layouts: dict[Place, SlotLayout] = {}
     for (key, shape), group in groups.items():
         order, sizes = output_order(group[0].param.line.layout, shape[1])
         for target in group:
@@ -427,8 +427,8 @@ def _slot_layouts(
         indices = sorted({target.index for target in group})
         parts[indices] = np.arange(len(indices))
         layout = SlotLayout(shape, parts[np.repeat(np.arange(len(sizes)), sizes)[order]], rank)
-        found |= {(target.param.layer, key): layout for target in group}
-    return found
+        layouts |= {(target.param.layer, key): layout for target in group}
+    return layouts
 
 
 def slot_bytes(name: str, config: Decoder, modules: Collection[str], rank: int, dtype: str) -> int:

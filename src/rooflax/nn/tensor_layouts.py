@@ -121,8 +121,8 @@ def _turn(rows: np.ndarray, out: np.ndarray) -> None:
     if rows.dtype == out.dtype:
         rows, out = (array.view(f"u{array.itemsize}") for array in (rows, out))
     for begin in range(0, len(rows), ROWS_AT_ONCE):
-        some = rows[begin : begin + ROWS_AT_ONCE].astype(out.dtype, copy=False)
-        out[..., begin : begin + ROWS_AT_ONCE] = some.T
+        part = rows[begin : begin + ROWS_AT_ONCE].astype(out.dtype, copy=False)
+        out[..., begin : begin + ROWS_AT_ONCE] = part.T
 
 
 GROUP_ENDS = {"qkv_group": 2, "qk_group": 1, "q_group": 0}

@@ -77,10 +77,10 @@ def powers_of_two(most: int) -> list[int]:
 @contextmanager
 def recording() -> Iterator[dict[Key, Question]]:
     """Collects the questions that have more than one answer, in the order they are asked."""
-    asked: dict[Key, Question] = {}
-    token = _asked.set(asked)
+    questions: dict[Key, Question] = {}
+    token = _asked.set(questions)
     try:
-        yield asked
+        yield questions
     finally:
         _asked.reset(token)
 

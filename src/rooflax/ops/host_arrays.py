@@ -59,8 +59,8 @@ class Together:
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         if self._free.size < arena_bytes(size):
             self._free = aligned_empty((max(self._BLOCK, arena_bytes(size)),), np.dtype(np.uint8))
-        found, self._free = self._free[:size], self._free[arena_bytes(size) :]
-        return found.view(dtype).reshape(shape)
+        buffer, self._free = self._free[:size], self._free[arena_bytes(size) :]
+        return buffer.view(dtype).reshape(shape)
 
 
 def arena_bytes(size: int) -> int:

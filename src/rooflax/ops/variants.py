@@ -158,19 +158,19 @@ def prefer_fastest(weights: Any) -> None:
     Args:
         weights: the model's tree, on one CPU.
     """
-    if not native.is_ready() or not (found := formats_of(weights)):
+    if not native.is_ready() or not (formats := formats_of(weights)):
         return
     try:
         path = table_path()
     except RuntimeError:  # this system knows no home of the user
         return
     table = read_table(path)
-    if any(name not in table or table[name].seconds.keys() != WORKS.keys() for name in found):
+    if any(name not in table or table[name].seconds.keys() != WORKS.keys() for name in formats):
         # Where another process measures, the default until then.
         with contextlib.suppress(RequestError), only_writer(path, makes_folders=True):
-            table = measure(found, read_table(path), BUDGET_S)
+            table = measure(formats, read_table(path), BUDGET_S)
             write_table(path, table)
-    for name in reversed(found):  # of formats that share kernels the one of most bytes decides
+    for name in reversed(formats):  # of formats that share kernels the one of most bytes decides
         if name in table:
             table[name].prefer()
 
@@ -186,14 +186,14 @@ def measure_again() -> dict[str, Entry]:
     if not table:
         return table
     filled = np.full(AGAIN_BYTES, 0x11, np.uint8)  # a harmless number in every dtype
-    found = {
+    formats = {
         name: Weights(
             entry.layout, (filled.ctypes.data,) * 3, len(filled) // max(entry.layout.steps())
         )
         for name, entry in table.items()
     }
     with only_writer(path, makes_folders=True):
-        table |= measure(found, {}, AGAIN_S)
+        table |= measure(formats, {}, AGAIN_S)
         write_table(path, table)
     return table
 
@@ -209,9 +209,9 @@ def formats_of(weights: Any) -> dict[str, Weights]:
             continue
         operand = leaf if isinstance(leaf, StoredOperand) else _plain(path, leaf)
         name = operand.format if isinstance(operand, Quantized) else f"{operand.code} {leaf.dtype}"
-        found = _lying(operand)
-        if found is not None and (name not in largest or found.nbytes > largest[name].nbytes):
-            largest[name] = found
+        lying = _lying(operand)
+        if lying is not None and (name not in largest or lying.nbytes > largest[name].nbytes):
+            largest[name] = lying
     return dict(sorted(largest.items(), key=lambda item: -item[1].nbytes))
 
 
@@ -231,14 +231,14 @@ def _lying(operand: StoredOperand) -> Weights | None:
     is_matrix = operand.code == "matrix"
     axis = values.ndim - 2 if is_matrix else axis  # members of a stack lie one behind the other
     first = values.shape[axis]
-    own = [array.shape[axis:] if array.size else (0,) for array in arrays]
+    shapes = [array.shape[axis:] if array.size else (0,) for array in arrays]
     layout = Layout(
         operand.code,
         operand.quantizes_activations,
         0 if is_matrix else operand.inner,
         tuple(
             (str(array.dtype), shape[0] // first, tuple(shape[1:]))
-            for array, shape in zip(arrays, own, strict=True)
+            for array, shape in zip(arrays, shapes, strict=True)
         ),
     )
     addresses = tuple(array.unsafe_buffer_pointer() if array.size else 0 for array in arrays)
@@ -290,9 +290,9 @@ def _medians(weights: Weights, work: str, enough: float) -> dict[str, float]:
             return {}
         if turn + 1 >= LEAST_TURNS and time.perf_counter() > enough:
             break
-    own = readings[default]
+    default_s = readings[default]
     return {
-        name: median(own) * median(a / b for a, b in zip(each, own, strict=False))
+        name: median(default_s) * median(a / b for a, b in zip(each, default_s, strict=False))
         for name, each in readings.items()
     }
 
@@ -344,18 +344,23 @@ def write_table(path: Path, table: Mapping[str, Entry]) -> None:
         json.dump(document, file, indent=1)
 
 
-def _entry(found: Mapping[str, Any]) -> Entry:
+def _entry(stored: Mapping[str, Any]) -> Entry:
     """One from JSON.
 
     Raises:
         ValueError, TypeError, LookupError: it is none.
     """
-    given, seconds = found["layout"], found["seconds"]
+    stored_layout, seconds = stored["layout"], stored["seconds"]
     arrays = tuple(
         (str(dtype), int(count), tuple(int(size) for size in member))
-        for dtype, count, member in given["arrays"]
+        for dtype, count, member in stored_layout["arrays"]
     )
-    layout = Layout(str(given["code"]), bool(given["quantizes"]), int(given["inner"]), arrays)
+    layout = Layout(
+        str(stored_layout["code"]),
+        bool(stored_layout["quantizes"]),
+        int(stored_layout["inner"]),
+        arrays,
+    )
     native.layout(layout.code)
     steps = layout.steps()
     sizes = (layout.inner, *steps, steps[0] - 1)
@@ -367,12 +372,12 @@ def _entry(found: Mapping[str, Any]) -> Entry:
 
 
 def _readings(items: Iterable[tuple[str, Any]]) -> dict[str, float]:
-    found = {name: float(took) for name, took in items}
-    if not all(0 < took < math.inf for took in found.values()):
+    readings = {name: float(took) for name, took in items}
+    if not all(0 < took < math.inf for took in readings.values()):
         raise ValueError("no seconds")
-    if not set(found) <= set(native.INSTRUCTION_SETS):
+    if not set(readings) <= set(native.INSTRUCTION_SETS):
         raise ValueError("no variant")
-    return found
+    return readings
 
 
 def _numpy_name(dtype: str) -> str:

@@ -127,10 +127,10 @@ class Rollouts:
             return None, {}
         rewards: list[float] = []
         for first in range(0, len(rows), size):
-            some = rows[first : first + size]
+            batch = rows[first : first + size]
             # As many as in training: the engine stays the same.
-            answers = self._sample(HELD_OUT, [*some, *some[:1] * (size - len(some))], 1, weights)
-            rewards += self.reward(some, [one.text for one in answers[: len(some)]])
+            answers = self._sample(HELD_OUT, [*batch, *batch[:1] * (size - len(batch))], 1, weights)
+            rewards += self.reward(batch, [one.text for one in answers[: len(batch)]])
         mean = float(np.mean(rewards))
         return -mean, {"reward": mean}
 

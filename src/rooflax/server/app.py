@@ -166,11 +166,11 @@ async def _routing_error(request: Request, error: Exception) -> Response:
     path = request.url.path[:80]
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
-        said = f"{path!r} takes {allowed}, not {request.method}."
-        api_error = ApiError(said, status=405, code="method_not_allowed", headers=error.headers)
+        message = f"{path!r} takes {allowed}, not {request.method}."
+        api_error = ApiError(message, status=405, code="method_not_allowed", headers=error.headers)
     else:
-        said = f"There is no route {path!r}{_instead(path)}."
-        api_error = ApiError(said, status=404, code="route_not_found")
+        message = f"There is no route {path!r}{_instead(path)}."
+        api_error = ApiError(message, status=404, code="route_not_found")
     return _said(request, api_error)
 
 
@@ -277,8 +277,10 @@ class Guard:
             return
         started = time.perf_counter()
         headers = dict(reversed(scope["headers"]))  # of two equal ones the first counts
-        asked = headers.get(b"x-request-id", b"").decode("latin-1")
-        scope["request_id"] = asked if _SAFE_ID.fullmatch(asked) else f"req_{secrets.token_hex(12)}"
+        stated = headers.get(b"x-request-id", b"").decode("latin-1")
+        scope["request_id"] = (
+            stated if _SAFE_ID.fullmatch(stated) else f"req_{secrets.token_hex(12)}"
+        )
         scope["owner"], status = "", 0
         origin = headers.get(b"origin", b"").decode("latin-1")
         allowed = allowed_origin(self._service.settings, origin)

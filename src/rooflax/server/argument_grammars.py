@@ -200,8 +200,8 @@ class _Values:
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         behind = f"({grammar.text(self._notation.comma)} {item})"
         times = f"{{{max(0, least - 1)},{'' if most is None else max(0, most - 1)}}}"
-        some = f"{item} {behind}{times}"
-        inner = some if least else f"({some})?"
+        items = f"{item} {behind}{times}"
+        inner = items if least else f"({items})?"
         return f'"[" {inner if most != 0 else ""} "]"'
 
     def _ref(self, ref: Any) -> str:

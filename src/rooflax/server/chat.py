@@ -66,8 +66,8 @@ class _ChatAnswer:
                 sample.spelled += piece.tokens
                 sample.last = piece
         choices = [self._choice(index, samples[index]) for index in sorted(samples)]
-        said = {"choices": choices, "usage": self.call.usage.openai()}
-        return self.call.head("chat.completion") | said | self.call.timed()
+        fields = {"choices": choices, "usage": self.call.usage.openai()}
+        return self.call.head("chat.completion") | fields | self.call.timed()
 
     def _gather(self, sample: _Whole, each: Event) -> None:
         if each.kind == "content":

@@ -139,8 +139,8 @@ class _CompletionAnswer:
         for number, completion in enumerate(completions):
             prompt = number // self.params.n
             choices.append(self._choice(number, prompt, completion))
-        said = {"choices": choices, "usage": usage.openai()}
-        return self.call.head("text_completion") | said | self.call.timed()
+        fields = {"choices": choices, "usage": usage.openai()}
+        return self.call.head("text_completion") | fields | self.call.timed()
 
     def _choice(self, number: int, prompt: int, completion: Completion) -> dict[str, Any]:
         head = self._echoed(prompt)
@@ -172,8 +172,8 @@ class _CompletionAnswer:
     def _echoed(self, prompt: int) -> str:
         if not self.echoes:
             return ""
-        asked = self.prompts[prompt]
-        return asked if isinstance(asked, str) else self.decode(asked)
+        stated = self.prompts[prompt]
+        return stated if isinstance(stated, str) else self.decode(stated)
 
     async def stream(self, has_usage: bool, has_usage_each: bool) -> AsyncGenerator[bytes, None]:
         """The answer as events."""

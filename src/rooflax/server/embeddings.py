@@ -46,13 +46,15 @@ async def rerank(service: Service, request: Request, body: Any) -> Response:
     """POST /v1/rerank: scores of documents, with the bodies of Cohere and Jina."""
     _check(service, scores=True)
     call = ApiCall.of(service, request, RERANK, body, "rerank")
-    asked, embedder = call.fields, service.ready().llm.embedder
-    documents = [text if isinstance(text, str) else text.get("text") for text in asked["documents"]]
+    fields, embedder = call.fields, service.ready().llm.embedder
+    documents = [
+        text if isinstance(text, str) else text.get("text") for text in fields["documents"]
+    ]
     if not 1 <= len(documents) <= MAX_TEXTS:
-        said = f"There are {len(documents)} documents; 1 to {MAX_TEXTS} are taken."
-        raise ApiError(said, param="documents")
-    query = asked["query"]
-    options = asked.get("instruction"), asked.get("truncate_prompt_tokens")
+        message = f"There are {len(documents)} documents; 1 to {MAX_TEXTS} are taken."
+        raise ApiError(message, param="documents")
+    query = fields["query"]
+    options = fields.get("instruction"), fields.get("truncate_prompt_tokens")
     embedder.longest(options[1])
 
     def encoded(embedder: Embedder) -> list[list[int]]:
@@ -61,8 +63,8 @@ async def rerank(service: Service, request: Request, body: Any) -> Response:
     async def answer() -> dict[str, Any]:
         scores = embedder.scores(await _pooled(call, encoded, len(documents)))
         order = sorted(range(len(scores)), key=lambda index: -scores[index])
-        results = [{"index": i, "relevance_score": scores[i]} for i in order[: asked.get("top_n")]]
-        if asked.get("return_documents"):
+        results = [{"index": i, "relevance_score": scores[i]} for i in order[: fields.get("top_n")]]
+        if fields.get("return_documents"):
             results = [r | {"document": {"text": documents[r["index"]]}} for r in results]
         return {"id": call.id, "model": call.model, "results": results, "usage": _usage(call)}
 

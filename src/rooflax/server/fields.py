@@ -137,10 +137,10 @@ def convert(value: Any, kind: Any, path: str) -> Any:
     try:
         return msgspec.convert(value, kind, strict=True, str_keys=True)
     except msgspec.ValidationError as error:
-        said, _, place = str(error).partition(" - at `")
+        message, _, place = str(error).partition(" - at `")
         inner = place.partition("`")[0]
         path += inner[1:] if inner.startswith("$") else ""
-        wanted = said[:1].lower() + said[1:]
+        wanted = message[:1].lower() + message[1:]
         raise ApiError(f"{path} is wrong: {wanted.replace('`', '')}.", param=path) from None
 
 

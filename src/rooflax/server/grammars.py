@@ -174,8 +174,8 @@ def _form(form: Mapping[str, Any], beside: str) -> str:
         try:
             check_regex(value)
         except RequestError as error:
-            said = str(error)
-            raise ApiError(said, code="invalid_schema", param="structured_outputs") from None
+            message = str(error)
+            raise ApiError(message, code="invalid_schema", param="structured_outputs") from None
         return "/" + _BARE_SLASH.sub(r"\g<escaped>\/", value) + "/"
     raise ApiError(
         f"A grammar or a choice does not go with {beside}; ask for a JSON schema or a regex, or "

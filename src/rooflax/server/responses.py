@@ -267,8 +267,8 @@ class _ResponseAnswer:
     def failed(self, error: ApiError) -> bytes:
         """An error within the stream."""
         code = {"queue_full": "rate_limit_exceeded"}.get(error.code, error.code)
-        said = {"code": code, "message": str(error)}
-        return self._event("response.failed", response=self.response("failed", error=said))
+        document = {"code": code, "message": str(error)}
+        return self._event("response.failed", response=self.response("failed", error=document))
 
     async def _pieces(
         self,

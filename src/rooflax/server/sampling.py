@@ -63,8 +63,8 @@ def sampling_params(
         return SamplingParams(**values | dict(form) | further)
     except RequestError as error:
         if error.param in FORMS:
-            said = str(error)
-            raise ApiError(said, code="invalid_schema", param=form_field(fields)) from None
+            message = str(error)
+            raise ApiError(message, code="invalid_schema", param=form_field(fields)) from None
         raise ApiError(str(error), param=error.param) from None
 
 

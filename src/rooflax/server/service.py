@@ -122,12 +122,12 @@ class Service:
             return self.engine
         dead = ("The engine has stopped; the server must be restarted.", "engine_dead")
         stuck = ("The engine makes no steps; try again later.", "engine_stuck")
-        said, code = {
+        message, code = {
             "loading": (f"The model is loading ({self.progress}); try again soon.", "loading"),
             "draining": ("The server is stopping; ask another.", "draining"),
         }.get(state, dead if self.failure else stuck)
         wait = {"Retry-After": str(RETRY_LOADING_S)}
-        raise ApiError(said, status=503, code=code, headers=wait)
+        raise ApiError(message, status=503, code=code, headers=wait)
 
     def resolve(self, name: str | None) -> str:
         """The served name that a request means.
@@ -371,12 +371,12 @@ class Service:
         """
         context = self.ready().llm.max_model_len
         if num_tokens + (max_tokens or 1) > context:
-            asked = "" if max_tokens is None else f" and {field} is {max_tokens}"
+            limit = "" if max_tokens is None else f" and {field} is {max_tokens}"
             raise ApiError(
-                f"The prompt has {num_tokens} tokens{asked}, and the context holds {context}; "
-                f"shorten the prompt{' or lower ' + field if asked else ''}.",
+                f"The prompt has {num_tokens} tokens{limit}, and the context holds {context}; "
+                f"shorten the prompt{' or lower ' + field if limit else ''}.",
                 code="context_length_exceeded",
-                param=field if asked else "prompt",
+                param=field if limit else "prompt",
             )
 
     @contextlib.asynccontextmanager
@@ -417,8 +417,8 @@ class Service:
                     self.resolve(model)
                 if error.param is not None or params.structured_output is None:
                     raise
-                said = str(error)
-                raise ApiError(said, code="invalid_schema", param=form_field) from None
+                message = str(error)
+                raise ApiError(message, code="invalid_schema", param=form_field) from None
 
 
 def public_name(model: str) -> str:

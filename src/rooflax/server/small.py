@@ -147,8 +147,8 @@ async def unload_lora(service: Service, request: Request, body: Any) -> Response
     _lora_root(service)
     name = UNLOAD_LORA.parse(body, ignored=_ignored(service))["lora_name"]
     if name not in service.ready().loras:
-        said = f"There is no adapter {name[:80]!r}."
-        raise ApiError(said, status=404, code="model_not_found", param="lora_name")
+        message = f"There is no adapter {name[:80]!r}."
+        raise ApiError(message, status=404, code="model_not_found", param="lora_name")
     await service.ready().unload_lora(name)
     return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
@@ -160,8 +160,8 @@ def _lora_root(service: Service) -> Path:
         ApiError: there is none.
     """
     if service.settings.lora_root is None:
-        said = "This server loads no adapters; start it with --allow-lora-loading DIR."
-        raise ApiError(said, status=404, code="route_not_found")
+        message = "This server loads no adapters; start it with --allow-lora-loading DIR."
+        raise ApiError(message, status=404, code="route_not_found")
     return Path(service.settings.lora_root).resolve()
 
 
@@ -171,8 +171,8 @@ async def health(service: Service, request: Request) -> Response:
     if state in ("ready", "draining"):
         return Json({"status": "ok", "state": state})
     if state == "loading":
-        said = {"status": "loading", "progress": service.progress}
-        return Json(said, status_code=503, headers={"Retry-After": str(RETRY_LOADING_S)})
+        document = {"status": "loading", "progress": service.progress}
+        return Json(document, status_code=503, headers={"Retry-After": str(RETRY_LOADING_S)})
     reason = "the engine has stopped" if service.failure else "the engine makes no steps"
     return Json({"status": "failed", "reason": reason}, status_code=503)
 

@@ -153,7 +153,7 @@ def resolved(model: Model, config: TrainConfig) -> tuple[AdapterConfig, dict[str
         layers = tuple(range(max(count - config.num_layers, 0), count))
     names = config.target_modules
     wanted = names if names.lower() == ALL_LINEAR else tuple(filter(None, names.split(",")))
-    asked = AdapterConfig(
+    stated_config = AdapterConfig(
         rank=config.lora_rank,
         alpha=config.lora_alpha,
         target_modules=wanted,
@@ -165,14 +165,14 @@ def resolved(model: Model, config: TrainConfig) -> tuple[AdapterConfig, dict[str
         target_parameters=tuple(filter(None, (config.target_parameters or "").split(","))),
     )
     experts = expert_targets(model.family, model.config)
-    for name in asked.target_parameters:
+    for name in stated_config.target_parameters:
         if not any(parameter.endswith(f".{name}") for parameter in experts):
             raise RequestError(
                 f"target_parameters names {name!r:.80}, and {model.family} has no experts in one "
                 f"parameter of that name.",
                 param="target_parameters",
             )
-    _check_saved(model, asked, wanted)
+    _check_saved(model, stated_config, wanted)
     if not isinstance(wanted, str):
         ends = {module.rpartition(".")[2] for module in known}
         for name in wanted:
@@ -182,7 +182,7 @@ def resolved(model: Model, config: TrainConfig) -> tuple[AdapterConfig, dict[str
                     f"{', '.join(sorted(ends))}.",
                     param="target_modules",
                 )
-    chosen = {m: target for m, target in known.items() if asked.changes(m)}
+    chosen = {m: target for m, target in known.items() if stated_config.changes(m)}
     if isinstance(wanted, str):  # PEFT's routers of experts are no linear layers
         chosen = {m: t for m, t in chosen.items() if not t.param.key.endswith(ROUTER)}
     if not chosen:
@@ -192,19 +192,19 @@ def resolved(model: Model, config: TrainConfig) -> tuple[AdapterConfig, dict[str
             param="target_modules",
         )
     ends = tuple(sorted({module.rpartition(".")[2] for module in chosen}))
-    stated = replace(asked, target_modules=ends)
+    stated = replace(stated_config, target_modules=ends)
     if {m for m in known if stated.changes(m)} != set(chosen):
-        stated = replace(asked, target_modules=tuple(chosen), layers=None)
+        stated = replace(stated_config, target_modules=tuple(chosen), layers=None)
     return stated, chosen
 
 
-def _check_saved(model: Model, asked: AdapterConfig, wanted: tuple[str, ...] | str) -> None:
+def _check_saved(model: Model, stated: AdapterConfig, wanted: tuple[str, ...] | str) -> None:
     """
     Raises:
         RequestError: of a module there is no weight to train whole, or an adapter too.
     """
     known = tables(model.family, model.config)
-    for name in asked.modules_to_save:
+    for name in stated.modules_to_save:
         module = next((m for m in known if m == name or m.endswith(f".{name}")), None)
         if module is None:
             has = f"has {' and '.join(known)}" if known else "has its head tied to its embedding"

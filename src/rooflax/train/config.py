@@ -221,8 +221,8 @@ class TrainConfig:
         if self.train_mode == SFT:
             self._check_unset(PAIRS, "preferences; set `train_mode` to dpo or orpo")
         elif self.train_mode != DPO:
-            said = f"dpo, and `train_mode` is {self.train_mode}"
-            self._check_unset(PAIRS, said, "train_mode", "beta")
+            mode = f"dpo, and `train_mode` is {self.train_mode}"
+            self._check_unset(PAIRS, mode, "train_mode", "beta")
         if self.train_mode == GRPO:
             self._check_rewards()
         else:
@@ -355,11 +355,11 @@ class TrainConfig:
             if has:
                 raise RequestError(f"`target_parameters` does not go with {name}; leave one out.")
 
-    def _check_unset(self, group: str, said: str, *besides: str) -> None:
+    def _check_unset(self, group: str, mode: str, *besides: str) -> None:
         declared = (one for one in declarations(TrainConfig).values() if one.group == group)
         set_names = [one.name for one in declared if getattr(self, one.name) != one.default]
         if other := [name for name in set_names if name not in besides]:
-            raise RequestError(f"`{other[0]}` is of {said}.")
+            raise RequestError(f"`{other[0]}` is of {mode}.")
 
     def _check_divides(self, name: str, value: int, divisor: int) -> None:
         if value % divisor:

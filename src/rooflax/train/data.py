@@ -239,9 +239,9 @@ class Rows:
         wanted = min(wanted, self.num_rows)
         rows = [(index * self.num_rows // wanted, 0) for index in range(wanted)]
         for first in range(0, wanted, batch_size):
-            some = rows[first : first + batch_size]
-            missing = batch_size - len(some)
-            yield self._pack(some + [(0, 0)] * missing, missing)
+            batch = rows[first : first + batch_size]
+            missing = batch_size - len(batch)
+            yield self._pack(batch + [(0, 0)] * missing, missing)
 
     def _make_epoch(self, epoch: int) -> tuple[np.ndarray, int]:
         rng = np.random.default_rng((self.seed, epoch))

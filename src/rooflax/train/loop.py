@@ -522,14 +522,14 @@ class _Run:
         self.log_held_out(loss, more, whole=False)
         best = self.best()
         is_best = best["step"] == self.step
-        said = "the best so far" if is_best else (
+        note = "the best so far" if is_best else (
             f"the best was {best['held_out_loss']:.4f} at step {best['step']:,}"
         )  # fmt: skip
         training = "" if self.loss is None else f"loss {self.loss:.4f}, "
         if self.step == 0:
-            said = "before training"
+            note = "before training"
         further = "".join(f", {name} {mean:.4f}" for name, mean in more.items())
-        self.say(f"step {self.step:,}: {training}held-out loss {loss:.4f} ({said}){further}")
+        self.say(f"step {self.step:,}: {training}held-out loss {loss:.4f} ({note}){further}")
         if is_best and self.config.save_best:
             save_checkpoint(self.folder / "best", self.weights_alone(), {}, keep=1)
 
@@ -541,8 +541,8 @@ class _Run:
         samples = [{"prompt": prompt, "text": text} for prompt, text in answers]
         self.log.write({"step": self.step, "samples": samples})
         for prompt, text in answers:
-            asked, answered = (json.dumps(each, ensure_ascii=False) for each in (prompt, text))
-            self.say(shortened(f"  {shortened(asked, SCREEN // 3)}: {answered}", SCREEN))
+            question, answered = (json.dumps(each, ensure_ascii=False) for each in (prompt, text))
+            self.say(shortened(f"  {shortened(question, SCREEN // 3)}: {answered}", SCREEN))
 
     def trained_model(self) -> Model:
         """The model as it is now, layers as the run has them."""

@@ -172,10 +172,10 @@ def make_reference(
 
     def fill(weights: Any, fixed: Any, rows: PairRows, pairs: Sequence[int]) -> None:
         for first in range(0, len(pairs), size):
-            some = list(pairs[first : first + size])
-            batch = rows.take([*some, *[0] * (size - len(some))])
+            chunk = list(pairs[first : first + size])
+            batch = rows.take([*chunk, *[0] * (size - len(chunk))])
             logprobs = np.asarray(answers(weights, fixed, batch)).reshape(-1, 2)
-            rows.reference.reshape(-1, 2)[some] = logprobs[: len(some)]
+            rows.reference.reshape(-1, 2)[chunk] = logprobs[: len(chunk)]
 
     return fill
 

@@ -235,8 +235,8 @@ def without_unwritten(v_smem: Any, left: Any) -> None:
         layout, shape = plgpu.Layout.WGMMA, (TILE, TILE)
         slots = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
         for begin in range(0, v_smem.shape[1], TILE):  # all at once would spill heads of 256
-            some = v_smem.at[:, pl.ds(begin, TILE)]
-            values = load(some, layout).astype(jnp.float32)
+            tile = v_smem.at[:, pl.ds(begin, TILE)]
+            values = load(tile, layout).astype(jnp.float32)
             values = jnp.where(slots < left, values, filled(shape, 0.0, layout))
-            some[...] = values.astype(jnp.bfloat16)
+            tile[...] = values.astype(jnp.bfloat16)
         plgpu.commit_smem()

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -630,8 +631,16 @@ def _save_adapter(out: Path, start: _Start, result: TrainResult) -> Path:
     assert adapter is not None
     assert info is not None
     with only_writer(folder):
-        parts = adapter.matrices, adapter.config, info.family, info.config, info.name, adapter.whole
-        replace_folder(folder, lambda new: save_adapter(new, *parts))
+        write = partial(
+            save_adapter,
+            adapters=adapter.matrices,
+            config=adapter.config,
+            name=info.family,
+            model=info.config,
+            base=info.name,
+            whole=adapter.whole,
+        )
+        replace_folder(folder, write)
     return folder
 
 

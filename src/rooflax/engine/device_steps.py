@@ -128,8 +128,10 @@ def run_step(
     batch = step.batch
     counts = _counted(counts, step, batch)
     hidden, cache = model.forward(batch, cache, options=options, shards=shards)
-    packed, counts = _choose(model, counts, step, batch, hidden, options, shards)
-    scores = _scores(model, step, batch, hidden, options, shards) if is_scored else None
+    packed, counts = _choose(model, counts, step, batch, hidden, options=options, shards=shards)
+    scores = None
+    if is_scored:
+        scores = _scores(model, step, batch, hidden, options=options, shards=shards)
     return (packed[None], scores), (cache, counts)
 
 
@@ -161,7 +163,9 @@ def decode(
     def run(index: jax.Array, batch: Batch, carry: Carry) -> tuple[jax.Array, Carry]:
         hidden, cache = model.forward(batch, carry[0], options=options, shards=shards)
         exchange = jnp.stack([step.header[packing.EXCHANGE], index]) if exchanges else None
-        packed, counts = _choose(model, carry[1], step, batch, hidden, options, shards, exchange)
+        packed, counts = _choose(
+            model, carry[1], step, batch, hidden, options=options, shards=shards, exchange=exchange
+        )
         return packed, (cache, counts)
 
     def goes_on(state: Any) -> jax.Array:
@@ -351,6 +355,7 @@ def _choose(
     step: StepInput,
     batch: Batch,
     hidden: Float[Array, "B T D"],
+    *,
     options: ExecutionOptions,
     shards: Shards | None,
     exchange: Int[Array, " two"] | None = None,
@@ -425,6 +430,7 @@ def _scores(
     step: StepInput,
     batch: Batch,
     hidden: Float[Array, "1 T D"],
+    *,
     options: ExecutionOptions,
     shards: Shards | None,
 ) -> Int[Array, "T columns"]:

@@ -433,6 +433,7 @@ def save_adapter(
     folder: Path,
     adapters: Mapping[str, LowRank],
     config: AdapterConfig,
+    *,
     name: str,
     model: Decoder,
     base: str,

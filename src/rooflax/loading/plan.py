@@ -6,7 +6,7 @@ config.json and the headers of the weight files are read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
@@ -324,20 +324,10 @@ def make_plan(
     prefix_caching = settings.get("prefix_caching")
     prefix_caching = True if prefix_caching is None else prefix_caching
     if isinstance(model, Plan):
-        for name in asked:
-            if name != "prefix_caching":
-                raise RequestError(
-                    f"{name} is given beside a Plan, which has decided it; give it to make_plan.",
-                    param=name,
-                )
+        _check_decided(asked)
         return model if prefix_caching else replace(model, prefix_caching=False)
     options = _checked_options(asked.get("options"))
-    num_seqs = settings.get("max_num_seqs")
-    num_seqs = DEFAULT_NUM_SEQS if num_seqs is None else num_seqs
-    if not is_whole(num_seqs) or num_seqs < 1:
-        raise RequestError(
-            f"max_num_seqs is {num_seqs!r}; it must be at least 1.", param="max_num_seqs"
-        )
+    num_seqs = _checked_num_seqs(settings.get("max_num_seqs"))
     speculate, num_draft_tokens = asked.get("speculate"), settings.get("num_draft_tokens")
     check_speculate(speculate, num_draft_tokens, options.use_cache)
     precision = Precision(*(settings.get(name) for name in ("dtype", "kv_dtype", "quantize")))
@@ -371,9 +361,7 @@ def make_plan(
     adapter = None
     if "lora" in asked:
         _check_adaptable(mesh, offloading)
-        if not isinstance(asked["lora"], str | Path):
-            raise RequestError(f"lora is {asked['lora']!r:.80}; it must be a folder.", param="lora")
-        adapter = open_adapter(asked["lora"], info)
+        adapter = _opened_adapter(asked["lora"], info)
     draft = None
     if speculate is not None and speculate != NGRAM:
         same = ("quantize", "dtype", "kv_dtype", "offline", "ignore_config_keys")
@@ -386,9 +374,9 @@ def make_plan(
         kv_dtype=own_kv_dtype,
         options=offloaded if offloading and offloading.offloaded else options,
         max_model_len=length,
-        max_num_seqs=int(num_seqs),
+        max_num_seqs=num_seqs,
         prefill_chunk=chunk,
-        max_tokens_per_step=max(chunk, int(num_seqs)),
+        max_tokens_per_step=max(chunk, num_seqs),
         mesh=mesh,
         shards=shards,
         offloading=offloading,
@@ -435,6 +423,34 @@ def resolve_precision(
     storage = Storage(dtype, quantize, keeps_bfloat16, prequantized, dequantized)
     is_coarse = storage.quantizes_activations and dtype == "float32" and platform == "cpu"
     return asked.kv_dtype or ("float16" if is_coarse else dtype), storage
+
+
+def _check_decided(asked: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        RequestError: a setting stands beside a plan.
+    """
+    for name in asked:
+        if name != "prefix_caching":
+            raise RequestError(
+                f"{name} is given beside a Plan, which has decided it; give it to make_plan.",
+                param=name,
+            )
+
+
+def _checked_num_seqs(num_seqs: Any) -> int:
+    num_seqs = DEFAULT_NUM_SEQS if num_seqs is None else num_seqs
+    if not is_whole(num_seqs) or num_seqs < 1:
+        raise RequestError(
+            f"max_num_seqs is {num_seqs!r}; it must be at least 1.", param="max_num_seqs"
+        )
+    return int(num_seqs)
+
+
+def _opened_adapter(folder: Any, info: ModelInfo) -> Adapter:
+    if not isinstance(folder, str | Path):
+        raise RequestError(f"lora is {folder!r:.80}; it must be a folder.", param="lora")
+    return open_adapter(folder, info)
 
 
 def _check_adaptable(mesh: Mesh | None, offloading: OffloadPlan | None) -> None:

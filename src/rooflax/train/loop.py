@@ -198,7 +198,16 @@ def run_training(
     check_trainable(model, config)
     with only_writer(folder, folder / ".run.lock", makes_folders=True):
         corpora = {"training": training, "held-out": held_out, "test": test}
-        run = _Run(model, config, corpora, folder, say, rollouts, sampler, track)
+        run = _Run(
+            model,
+            config,
+            corpora,
+            folder,
+            say=say,
+            rollouts=rollouts,
+            sampler=sampler,
+            track=track,
+        )
         if not keeps_model and run.lora is None and rollouts is None:
             for leaf in jax.tree.leaves((model.weights, run.model.weights)):
                 leaf.delete()
@@ -280,6 +289,7 @@ class _Run:
         config: TrainConfig,
         corpora: Mapping[str, Corpus | None],
         folder: Path,
+        *,
         say: Callable[[str], None] | None,
         rollouts: Rollouts | None,
         sampler: Sampler | None,

@@ -129,7 +129,8 @@ def test_a_saved_adapter_is_read_again(case, tmp_path):
     info = model_info(case("gpt2").folder)
     adapter = open_adapter(write_adapter(tmp_path / "first", info), info)
     parts = adapter.read(info)
-    save_adapter(tmp_path / "second", parts, adapter.config, info.family, info.config, "gpt2")
+    names = {"name": info.family, "base": "gpt2"}
+    save_adapter(tmp_path / "second", parts, adapter.config, model=info.config, **names)
     again = open_adapter(tmp_path / "second", info)
     assert json.loads((tmp_path / "second/adapter_config.json").read_text())["fan_in_fan_out"]
     for module, part in again.read(info).items():

@@ -206,8 +206,8 @@ def test_what_was_trained_is_what_is_saved_and_run(case, tmp_path, kind, setting
     info = model_info(base.folder)
     matrices = lora.adapters(state.weights)
     save_adapter(
-        tmp_path / "a", matrices, lora.config, info.family, info.config, "base",
-        lora.whole(state.weights),
+        tmp_path / "a", matrices, lora.config, name=info.family, model=info.config, base="base",
+        whole=lora.whole(state.weights),
     )  # fmt: skip
     last = adapter_cases.batches()[-1]
     evaluate = make_eval_step(model, config, lora)
@@ -245,7 +245,8 @@ def test_what_peft_is_told_names_what_was_trained(case, tmp_path, variant, setti
     info = model_info(base.folder)
     folder = tmp_path / "adapter"
     matrices = lora.adapters(lora.start())
-    save_adapter(folder, matrices, stated, info.family, info.config, variant)
+    names = {"name": info.family, "base": variant}
+    save_adapter(folder, matrices, stated, model=info.config, **names)
     assert set(open_adapter(folder, info).targets) == set(chosen)
 
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from rooflax import AsyncLLM, SamplingParams
 from rooflax.bench.figures import MIN_PAIRS, paired_ratio
-from rooflax.bench.load import Target, answered, closed_loop
+from rooflax.bench.load import LoadTarget, answered, closed_loop
 from rooflax.cli.own_server import own_server
 from rooflax.http_client import Server
 
@@ -40,7 +40,7 @@ Progress = list[tuple[float, int]]
 class Sides:
     """A server, and an engine of the same model."""
 
-    def __init__(self, target: Target, engine: AsyncLLM):
+    def __init__(self, target: LoadTarget, engine: AsyncLLM):
         self.target, self.engine = target, engine
         self._rng = np.random.default_rng(0)
         self.client_s = self.wall_s = 0.0
@@ -141,7 +141,7 @@ async def measure(sides: Sides, streams: list[int], tokens: int, rounds: int) ->
 
 
 async def one_model(model: str | None, url: str, engine: AsyncLLM, args: Any) -> dict[str, Any]:
-    async with Target(Server.of(url)) as target, engine:
+    async with LoadTarget(Server.of(url)) as target, engine:
         found = await measure(Sides(target, engine), args.streams, args.tokens, args.rounds)
     rows = found["rows"]
     least = [(row["decode"]["ratio"]["ratio"], LEAST.get(row["streams"], 0.95)) for row in rows]

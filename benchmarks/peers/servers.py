@@ -29,7 +29,7 @@ from typing import Any
 from prepare import made
 
 from rooflax.bench.figures import paired_ratio
-from rooflax.bench.load import ServerLoad, Target, run_load
+from rooflax.bench.load import LoadTarget, ServerLoad, run_load
 from rooflax.http_client import Server
 
 FILES = Path("build/peers")
@@ -116,7 +116,7 @@ async def asked(url: str, seed: int) -> dict[str, Any]:
         num_requests=REQUESTS, prompt_tokens=TOKENS, output_tokens=TOKENS, concurrency=SLOTS,
         seed=seed,
     )  # fmt: skip
-    async with Target(Server.of(url)) as target:
+    async with LoadTarget(Server.of(url)) as target:
         return await run_load(target, load)
 
 

@@ -138,7 +138,7 @@ class Answered:
         return self.times_s[-1] - self.due_s
 
 
-class Target:
+class LoadTarget:
     """A server that is asked /v1/completions, streamed.
 
     Args:
@@ -149,7 +149,7 @@ class Target:
         self.client, self.model, self.vocab_size = Client(server), model, None
         self._more: dict[str, Any] = {"ignore_eos": True}
 
-    async def __aenter__(self) -> Target:
+    async def __aenter__(self) -> LoadTarget:
         """Asks for the model's name, and whether answers can be held to their length.
 
         Raises:
@@ -239,7 +239,7 @@ def _read(due_s: float, reply: Reply) -> Answered:
     return Answered(due_s, reply.started_s, tuple(times), *tokens, error)
 
 
-async def run_load(target: Target, load: ServerLoad) -> dict[str, Any]:
+async def run_load(target: LoadTarget, load: ServerLoad) -> dict[str, Any]:
     """Figures of one load.
 
     Raises:

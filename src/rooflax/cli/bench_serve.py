@@ -85,7 +85,7 @@ def server_at(url: str, key: str | None) -> Server:
 
 
 async def _measure(server: Server, load: ServerLoad, model: str | None) -> dict[str, Any]:
-    from rooflax.bench.load import Target, run_load
+    from rooflax.bench.load import LoadTarget, run_load
 
-    async with Target(server, model) as target:
+    async with LoadTarget(server, model) as target:
         return await run_load(target, load)

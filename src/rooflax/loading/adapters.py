@@ -36,7 +36,7 @@ from rooflax.loading.source import ArraySource, DerivedSource, Source
 from rooflax.loading.tensor_plan import NameMap
 from rooflax.models.adapters import (
     HEAD,
-    Experts,
+    ExpertTarget,
     LowRank,
     Target,
     expert_targets,
@@ -75,7 +75,7 @@ class Adapter:
     file: Source
     stored: Mapping[str, Mapping[str, str]]
     replaced: Mapping[str, str]
-    experts: Mapping[str, tuple[Experts, str, str]] = field(default_factory=dict)
+    experts: Mapping[str, tuple[ExpertTarget, str, str]] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -179,7 +179,7 @@ class Merged(DerivedSource):
         self._replaced = {
             stored: weight for stored, weight in by_tensor.items() if stored is not None
         }
-        self._experts: dict[str, tuple[Experts, LowRank]] = {}
+        self._experts: dict[str, tuple[ExpertTarget, LowRank]] = {}
         for parameter, (target, a, b) in adapter.experts.items():
             stored = names.find(target.param.hf_names[0])
             if stored is None:
@@ -357,7 +357,7 @@ def _replaced(file: SafetensorsFile, config: AdapterConfig, info: ModelInfo) -> 
 
 def _experts(
     file: SafetensorsFile, config: AdapterConfig, info: ModelInfo
-) -> dict[str, tuple[Experts, str, str]]:
+) -> dict[str, tuple[ExpertTarget, str, str]]:
     """`Adapter.experts`.
 
     Raises:
@@ -387,7 +387,9 @@ def _experts(
     return experts
 
 
-def expert_names(known: Mapping[str, Experts], config: AdapterConfig) -> dict[str, tuple[str, str]]:
+def expert_names(
+    known: Mapping[str, ExpertTarget], config: AdapterConfig
+) -> dict[str, tuple[str, str]]:
     """Names of A and B of experts by their parameters: PEFT wraps a module once for each."""
     chosen = [target for target in known.values() if config.changes_experts(target.parameter)]
     names = {}

@@ -165,7 +165,7 @@ def tables(name: str, config: Decoder) -> dict[str, Target]:
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertTarget:
     """Experts of a layer whose weights are one parameter in transformers, which an adapter may
     change by PEFT's target_parameters: A and B of each lie in one A and one B.
 
@@ -219,11 +219,11 @@ def _expert_order(layout: TensorLayout, out_shape: Shape) -> np.ndarray:
     return out.reshape(-1)
 
 
-def expert_targets(name: str, config: Decoder) -> dict[str, Experts]:
+def expert_targets(name: str, config: Decoder) -> dict[str, ExpertTarget]:
     """The parameters of experts that adapters may change, by their paths; of each layer in the
     order in which PEFT wraps them, the innermost first."""
     prefixes: tuple[str, ...] = getattr(family(name), "HF_PREFIXES", ("model.", ""))
-    sizes, experts = config.axis_sizes, dict[str, Experts]()
+    sizes, experts = config.axis_sizes, dict[str, ExpertTarget]()
     for param in config.params():
         for line in param.line.places if param.layer is not None else ():
             if line.num_stacked != 1 or "->" not in line.axes or len(line.names) != 1:
@@ -231,7 +231,7 @@ def expert_targets(name: str, config: Decoder) -> dict[str, Experts]:
             placed = replace(param, line=line)
             path = prefixes[0] + placed.hf_names[0].removeprefix(prefixes[0])
             (count, *inner), outer = line.in_out_shape(sizes)
-            target = Experts(placed, count, math.prod(inner), math.prod(outer), path)
+            target = ExpertTarget(placed, count, math.prod(inner), math.prod(outer), path)
             experts.setdefault(path, target)  # the family's own layout comes first
     return experts
 

@@ -88,7 +88,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Entry:
+class Measured:
     """Measurements of a format.
 
     Attributes:
@@ -175,7 +175,7 @@ def prefer_fastest(weights: Any) -> None:
             table[name].prefer()
 
 
-def measure_again() -> dict[str, Entry]:
+def measure_again() -> dict[str, Measured]:
     """Takes the table of this machine again, over memory of its own in place of a model's weights.
 
     Raises:
@@ -246,8 +246,8 @@ def _lying(operand: StoredOperand) -> Weights | None:
 
 
 def measure(
-    weights: Mapping[str, Weights], known: Mapping[str, Entry], budget_s: float
-) -> dict[str, Entry]:
+    weights: Mapping[str, Weights], known: Mapping[str, Measured], budget_s: float
+) -> dict[str, Measured]:
     """The table with what it lacked: median seconds of each variant, interleaved.
 
     Args:
@@ -268,7 +268,7 @@ def measure(
         share_s = (ends - began) / (len(todo) - index)
         medians = _medians(weights[name], work, began + share_s)
         seconds = table[name].seconds if name in table else {}
-        table[name] = Entry(weights[name].layout, {**seconds, work: medians})
+        table[name] = Measured(weights[name].layout, {**seconds, work: medians})
         longest = max(longest, time.perf_counter() - began)
     return table
 
@@ -323,7 +323,7 @@ def table_path() -> Path:
     return cache_folder() / "variants" / f"{name}.json"
 
 
-def read_table(path: Path) -> dict[str, Entry]:
+def read_table(path: Path) -> dict[str, Measured]:
     """Entries of a file for this machine: none where it is broken, missing, or another's."""
     try:
         document = json.loads(read_regular(path, MOST_FILE_BYTES))
@@ -334,7 +334,7 @@ def read_table(path: Path) -> dict[str, Entry]:
         return {}
 
 
-def write_table(path: Path, table: Mapping[str, Entry]) -> None:
+def write_table(path: Path, table: Mapping[str, Measured]) -> None:
     """Replaces a table's file whole; without a folder to write to it is left."""
     document = {
         "machine": machine(),
@@ -344,7 +344,7 @@ def write_table(path: Path, table: Mapping[str, Entry]) -> None:
         json.dump(document, file, indent=1)
 
 
-def _entry(stored: Mapping[str, Any]) -> Entry:
+def _entry(stored: Mapping[str, Any]) -> Measured:
     """One from JSON.
 
     Raises:
@@ -368,7 +368,7 @@ def _entry(stored: Mapping[str, Any]) -> Entry:
     fits = fits and (layout.inner > 0 or len(arrays[0][2]) == 1)
     if not fits or not 0 <= min(sizes) <= max(sizes) <= MOST:
         raise ValueError("another form")
-    return Entry(layout, {work: _readings(each.items()) for work, each in seconds.items()})
+    return Measured(layout, {work: _readings(each.items()) for work, each in seconds.items()})
 
 
 def _readings(items: Iterable[tuple[str, Any]]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from rooflax.errors import RequestError
 from rooflax.fields.sampling import check_regex
 from rooflax.server.argument_grammars import ARGUMENTS, object_schema
-from rooflax.server.call_formats import CALL_KEYS, Calls, Format
+from rooflax.server.call_formats import CALL_KEYS, CallFormat, Calls
 from rooflax.server.errors import ApiError
 from rooflax.server.lark import ANY_TEXT, LarkGrammar
 
@@ -21,7 +21,7 @@ _BARE_SLASH = re.compile(r"(?P<escaped>(?<!\\)(?:\\\\)*)/")
 
 
 def call_alone(
-    format: Format | None, name: str, schema: Any, special: Mapping[str, int]
+    format: CallFormat | None, name: str, schema: Any, special: Mapping[str, int]
 ) -> str | None:
     """The grammar of one call, by which is tried whether its schema can be forced; None where the
     format has none.
@@ -37,7 +37,7 @@ def call_alone(
 
 
 def call_grammar(
-    format: Format,
+    format: CallFormat,
     schemas: Mapping[str, Any],
     special: Mapping[str, int],
     *,
@@ -124,7 +124,7 @@ def _escaped(text: str) -> str:
     return re.escape(text).replace("/", r"\/")
 
 
-def _thought(grammar: LarkGrammar, format: Format, thinks: Thinks) -> str:
+def _thought(grammar: LarkGrammar, format: CallFormat, thinks: Thinks) -> str:
     """Optional or required prefix before the answer: reasoning or channels."""
     if format.channels is not None:
         ways = [
@@ -140,7 +140,7 @@ def _thought(grammar: LarkGrammar, format: Format, thinks: Thinks) -> str:
 
 def behind_reasoning(
     form: Mapping[str, Any],
-    format: Format,
+    format: CallFormat,
     special: Mapping[str, int],
     *,
     thinks: Thinks,

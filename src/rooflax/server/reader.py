@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rooflax.loading.incremental import IncrementalDecoder
 from rooflax.server.arguments import StringEnd
-from rooflax.server.call_formats import HARMONY, Calls, Format
+from rooflax.server.call_formats import HARMONY, CallFormat, Calls
 from rooflax.server.open_call import Event, OpenCall
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Reader:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        format: Format | None,
+        format: CallFormat | None,
         prompt: Sequence[int] = (),
         *,
         reads_calls: bool = False,

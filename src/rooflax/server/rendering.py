@@ -8,7 +8,7 @@ from typing import Any
 
 from rooflax.loading.chat_template import names as template_names
 from rooflax.loading.messages import repaired, with_tool_calls
-from rooflax.server.call_formats import Format
+from rooflax.server.call_formats import CallFormat
 from rooflax.server.errors import ApiError
 from rooflax.server.fields import one_of
 from rooflax.server.grammars import Thinks
@@ -34,7 +34,7 @@ class ChatPrompt:
     """
 
     ids: list[int]
-    format: Format
+    format: CallFormat
     choice: ToolChoice
     may_think: bool = False
 

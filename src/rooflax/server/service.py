@@ -25,7 +25,7 @@ from rooflax.engine.sampling_params import SamplingParams
 from rooflax.errors import QueueFull, RequestError
 from rooflax.loading.generic_tools import encode_as_text
 from rooflax.loading.messages import encode
-from rooflax.server.call_formats import GENERIC, Format, format_of, with_calls
+from rooflax.server.call_formats import GENERIC, CallFormat, format_of, with_calls
 from rooflax.server.call_formats.response_template import Unreadable, read_response_template
 from rooflax.server.errors import ApiError
 from rooflax.server.sampling import Spelling
@@ -152,7 +152,7 @@ class Service:
         return Spelling(self.ready().llm.tokenizer)
 
     @cached_property
-    def _own_format(self) -> Format | None:
+    def _own_format(self) -> CallFormat | None:
         """Format that the checkpoint itself declares."""
         stated = self.ready().llm.tokenizer.response_template
         if stated is None:
@@ -164,7 +164,7 @@ class Service:
             return None
 
     @property
-    def format(self) -> Format:
+    def format(self) -> CallFormat:
         """Format of the model's calls and reasoning; a generic one if calls are unknown."""
         template = self.ready().llm.tokenizer.chat_template
         return with_calls(self._own_format or format_of(template))

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from rooflax.server.call_formats import Format
+from rooflax.server.call_formats import CallFormat
 from rooflax.server.errors import ApiError
 from rooflax.server.grammars import Thinks, call_alone, call_grammar
 from rooflax.server.lark import Unforceable
@@ -37,7 +37,7 @@ class ToolChoice:
     is_forced: bool = False
     name: str | None = None
     is_parallel: bool = True
-    format: Format | None = None
+    format: CallFormat | None = None
 
     @property
     def schemas(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class ToolChoice:
         return calls
 
 
-def tool_choice(fields: Mapping[str, Any], format: Format) -> ToolChoice:
+def tool_choice(fields: Mapping[str, Any], format: CallFormat) -> ToolChoice:
     """
     Args:
         format: of the model.

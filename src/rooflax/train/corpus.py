@@ -39,7 +39,7 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class ChatRow:
     """A row of `messages`, or of a `prompt` and a `completion` that are lists of messages.
 
     Attributes:
@@ -57,7 +57,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Completion:
+class PromptCompletion:
     """A row of a `prompt` and a `completion` that are texts."""
 
     name: str
@@ -76,8 +76,8 @@ class Preference:
 
     name: str
     where: str
-    chosen: Conversation | Completion
-    rejected: Conversation | Completion
+    chosen: ChatRow | PromptCompletion
+    rejected: ChatRow | PromptCompletion
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Prompt:
     tools: tuple[dict[str, Any], ...] | None = None
 
 
-Row = Document | Conversation | Completion | Preference
+Row = Document | ChatRow | PromptCompletion | Preference
 Value = tuple[Any, str, str]
 """A row as it was read, its name, and where it is, as errors name it."""
 HUB = "hub:"
@@ -303,7 +303,7 @@ def _row(value: dict[str, Any], name: str, where: str, field: str | None) -> Row
     """A line's row, by its keys; None without any that is known."""
     if field is None and "messages" in value:
         messages = _messages(value, "messages", where)
-        return Conversation(name, where, messages, None, _tools(value, where))
+        return ChatRow(name, where, messages, None, _tools(value, where))
     if field is None and {"prompt", "completion"} <= value.keys():
         return _answered(value, "completion", name, where)
     if field is None and {"chosen", "rejected"} <= value.keys():
@@ -312,18 +312,18 @@ def _row(value: dict[str, Any], name: str, where: str, field: str | None) -> Row
     return Document(name, text) if isinstance(text, str) and _is_unicode(text) else None
 
 
-def _answered(value: dict[str, Any], key: str, name: str, where: str) -> Conversation | Completion:
+def _answered(value: dict[str, Any], key: str, name: str, where: str) -> ChatRow | PromptCompletion:
     """A prompt with the answer under a key, both texts or both messages."""
     prompt, answer = value["prompt"], value[key]
     if isinstance(prompt, str) and isinstance(answer, str):
-        return Completion(name, where, prompt, answer)
+        return PromptCompletion(name, where, prompt, answer)
     if isinstance(prompt, str) or isinstance(answer, str):
         raise RequestError(
             f"{where} has prompt and {key} that are neither two texts nor two lists of messages."
         )
     before = _messages(value, "prompt", where)
     messages = before + _messages(value, key, where)
-    return Conversation(name, where, messages, len(before), _tools(value, where))
+    return ChatRow(name, where, messages, len(before), _tools(value, where))
 
 
 def _preference(value: dict[str, Any], name: str, where: str) -> Preference:

@@ -53,7 +53,7 @@ from rooflax.train.preferences import (
 from rooflax.train.report import write_report
 from rooflax.train.step import (
     Loss,
-    Metrics,
+    TrainMetrics,
     TrainState,
     cross_entropy,
     init_state,
@@ -328,7 +328,7 @@ class _Run:
         self.eval_step = make_eval_step(self.model, config, self.lora, loss, self.devices)
         self.rate = learning_rate(config)
         self.loss: float | None = None
-        self.unsettled: tuple[int, float, Metrics, dict[str, float]] | None = None
+        self.unsettled: tuple[int, float, TrainMetrics, dict[str, float]] | None = None
         self.began = 0.0
         self.saved_step, self.best_step = -1, None
         if rollouts is not None:

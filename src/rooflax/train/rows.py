@@ -16,7 +16,7 @@ from rooflax.loading.generic_tools import as_text, shows_tools
 from rooflax.loading.messages import repaired
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.train.config import DataConfig
-from rooflax.train.corpus import Completion, Conversation, Document, Preference, Row
+from rooflax.train.corpus import ChatRow, Document, Preference, PromptCompletion, Row
 from rooflax.train.data import Encoded, encode_texts
 
 THREADS = 4
@@ -144,7 +144,7 @@ def encode_row(
             raise RequestError(
                 "it has a chosen and a rejected answer, which `train_mode` dpo and orpo learn from"
             )
-        if isinstance(row, Completion):
+        if isinstance(row, PromptCompletion):
             if tokenizer.chat_template is None:
                 return _encode_completion(row, tokenizer, separator, config)
             row = _as_conversation(row)
@@ -153,14 +153,14 @@ def encode_row(
         raise RequestError(f"{where(row)}: {str(error).rstrip('.')}.") from None
 
 
-def _as_conversation(row: Completion) -> Conversation:
+def _as_conversation(row: PromptCompletion) -> ChatRow:
     texts = (("user", row.prompt), ("assistant", row.completion))
     messages = tuple({"role": role, "content": content} for role, content in texts)
-    return Conversation(row.name, row.where, messages, 1)
+    return ChatRow(row.name, row.where, messages, 1)
 
 
 def _encode_conversation(
-    row: Conversation, tokenizer: Tokenizer, config: DataConfig
+    row: ChatRow, tokenizer: Tokenizer, config: DataConfig
 ) -> tuple[list[int], list[bool] | None]:
     messages: Sequence[Mapping[str, Any]] = repaired(row.messages, tokenizer.chat_template)
     tools = row.tools
@@ -178,7 +178,7 @@ def _encode_conversation(
 
 
 def _encode_completion(
-    row: Completion, tokenizer: Tokenizer, separator: int, config: DataConfig
+    row: PromptCompletion, tokenizer: Tokenizer, separator: int, config: DataConfig
 ) -> tuple[list[int], list[bool] | None]:
     """Without a template: the prompt and, behind it, the completion."""
     ids, offsets = tokenizer.encode_offsets(row.prompt + row.completion, add_special_tokens=True)

@@ -25,7 +25,7 @@ from rooflax.train.data import PackedBatch
 from rooflax.train.devices import GRADIENTS, ONE_DEVICE, TOTAL, OneDevice
 from rooflax.train.loss import cross_entropy_sum, token_losses
 
-Step = Callable[..., tuple["TrainState", "Metrics"]]
+Step = Callable[..., tuple["TrainState", "TrainMetrics"]]
 
 
 @jax.tree_util.register_dataclass
@@ -40,7 +40,7 @@ class TrainState:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Metrics:
+class TrainMetrics:
     """Numbers of one step: the mean loss, the norm of the gradient before clipping, what the loss
     is a mean over (`Loss.count`), and further means by name."""
 
@@ -183,7 +183,7 @@ def make_train_step(
 
     of_rows = devices.mapped(of_device, (TOTAL, GRADIENTS))
 
-    def step(state: TrainState, fixed: Any, batch: Any) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, fixed: Any, batch: Any) -> tuple[TrainState, TrainMetrics]:
         count = loss.count(batch)
         scale = 1.0 / jnp.maximum(count, 1.0)
         rows = batch.mask.shape[0]
@@ -193,10 +193,10 @@ def make_train_step(
         updates, opt_state = optimizer.update(grads, state.opt_state, state.weights)
         weights = cast(dict[str, Any], optax.apply_updates(state.weights, updates))
         after = TrainState(weights, opt_state, state.step + 1)
-        return devices.kept(after), Metrics(mean, norm, count, more)
+        return devices.kept(after), TrainMetrics(mean, norm, count, more)
 
-    def steps(state: TrainState, fixed: Any, batch: Any) -> tuple[TrainState, Metrics]:
-        def body(carry: TrainState, _: None) -> tuple[TrainState, Metrics]:
+    def steps(state: TrainState, fixed: Any, batch: Any) -> tuple[TrainState, TrainMetrics]:
+        def body(carry: TrainState, _: None) -> tuple[TrainState, TrainMetrics]:
             after, metrics = step(carry, fixed, batch)
             return replace(after, step=carry.step), metrics
 

@@ -287,7 +287,7 @@ def test_two_tables_give_the_same_tokens(all_count):
     for best in ("avx2", native.instruction_set()):
         seconds = {one: 1e-6 if one == best else 1e-3 for one in native.INSTRUCTION_SETS}
         each = dict.fromkeys(variants.WORKS, seconds)
-        changed = {name: variants.Entry(one.layout, each) for name, one in table.items()}
+        changed = {name: variants.Measured(one.layout, each) for name, one in table.items()}
         variants.write_table(path, changed)
         _, found = tokens()
         assert found == wanted

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rooflax import http_client
-from rooflax.bench.load import MIXES, ServerLoad, Target, answered, run_load
+from rooflax.bench.load import MIXES, LoadTarget, ServerLoad, answered, run_load
 from rooflax.cli.main import main
 from rooflax.errors import EngineError, RequestError
 from rooflax.http_client import BadAnswer, Chunks, Client, Reply, Server
@@ -110,7 +110,7 @@ def test_what_is_no_url(url):
 
 def test_figures_are_those_of_the_answers(live, scripted):
     async def measure(**given):
-        async with Target(Server.of(live.url)) as target:
+        async with LoadTarget(Server.of(live.url)) as target:
             return await run_load(target, ServerLoad(**given))
 
     scripted.pause_s = 0.01
@@ -128,7 +128,7 @@ def test_figures_are_those_of_the_answers(live, scripted):
 
 def test_failures_are_counted_by_reason(live, scripted):
     async def ask(error):
-        async with Target(Server.of(live.url)) as target:
+        async with LoadTarget(Server.of(live.url)) as target:
             scripted.error = error
             return await run_load(
                 target, ServerLoad(num_requests=3, concurrency=1, output_tokens=4)
@@ -167,7 +167,7 @@ def test_a_server_that_knows_no_ignore_eos_and_closes_connections():
             self.wfile.write(b"HTTP/1.1 %s\r\nConnection: close\r\n\r\n%s" % (status, said))
 
     async def measure(port):
-        async with Target(Server.of(f"http://127.0.0.1:{port}/v1")) as target:
+        async with LoadTarget(Server.of(f"http://127.0.0.1:{port}/v1")) as target:
             assert target.vocab_size is None
             return await run_load(target, ServerLoad(num_requests=2, prompt_tokens=3))
 

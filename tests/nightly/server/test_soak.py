@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from rooflax import AsyncLLM
-from rooflax.bench.load import Target, answered
+from rooflax.bench.load import LoadTarget, answered
 from rooflax.cli.own_server import own_server
 from rooflax.http_client import Client, Connection, Server
 from rooflax.models.presets import CHAT_NAME
@@ -258,7 +258,7 @@ async def _overload(url, seconds):
     ones all slots begin and end together, but only as long as every client waits for its answer.
     """
     rng = np.random.default_rng(0)
-    async with Target(Server.of(url)) as target:
+    async with LoadTarget(Server.of(url)) as target:
 
         def request():
             return target.request(rng.integers(0, 4000, 8).tolist(), int(rng.integers(8, 25)))

@@ -10,11 +10,11 @@ import pytest
 
 from rooflax.errors import RequestError
 from rooflax.train.corpus import (
-    Completion,
-    Conversation,
+    ChatRow,
     Document,
     Preference,
     Prompt,
+    PromptCompletion,
     dataset_files,
     documents,
     file_documents,
@@ -139,10 +139,10 @@ def test_the_keys_of_a_line_say_its_kind(tmp_path):
     where = [f"line {number} of {path}" for number in range(1, 6)]
     rows = list(file_documents([path]))
     assert rows == [
-        Conversation("a.jsonl:1", where[0], (user, answer)),
-        Conversation("a.jsonl:2", where[1], (user, answer), tools=(tool,)),
-        Completion("a.jsonl:3", where[2], "2 + 2 =", " 4"),
-        Conversation("a.jsonl:4", where[3], (user, answer), num_prompt=1),
+        ChatRow("a.jsonl:1", where[0], (user, answer)),
+        ChatRow("a.jsonl:2", where[1], (user, answer), tools=(tool,)),
+        PromptCompletion("a.jsonl:3", where[2], "2 + 2 =", " 4"),
+        ChatRow("a.jsonl:4", where[3], (user, answer), num_prompt=1),
         Document("a.jsonl:5", "plain"),
     ]
     with pytest.raises(RequestError, match="^line 2 of .* with a string under 'text'"):
@@ -282,7 +282,7 @@ def test_preferences_beside_other_columns(tmp_path):
     assert (found.chosen.messages, found.rejected.messages) == tuple(map(tuple, both))
     assert found.chosen.num_prompt == 1
     (found,) = file_documents([written(tmp_path / "a.jsonl", row)])
-    assert isinstance(found, Conversation)
+    assert isinstance(found, ChatRow)
 
 
 @pytest.mark.parametrize(

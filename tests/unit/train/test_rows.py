@@ -5,7 +5,7 @@ import pytest
 from rooflax.errors import RequestError
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.train.config import DataConfig
-from rooflax.train.corpus import Completion, Conversation, Document, Preference
+from rooflax.train.corpus import ChatRow, Document, Preference, PromptCompletion
 from rooflax.train.rows import RowEncoder
 
 CHATML = (
@@ -37,7 +37,7 @@ def base(write_folder, tmp_path_factory):
 
 
 def chat(*messages, **more):
-    return Conversation("a.jsonl:3", "line 3 of a.jsonl", messages, **more)
+    return ChatRow("a.jsonl:3", "line 3 of a.jsonl", messages, **more)
 
 
 def encode(tokenizer, rows, config=LAST, seq_len=500):
@@ -68,7 +68,7 @@ def test_answers_of_the_assistant(chatml):
 
 
 def test_texts_of_prompt_and_completion(chatml, base):
-    row = Completion("a.jsonl:1", "line 1 of a.jsonl", "2 + 2 =", " 4")
+    row = PromptCompletion("a.jsonl:1", "line 1 of a.jsonl", "2 + 2 =", " 4")
     for config in (LAST, EVERY):
         assert trained(chatml, row, config) == " 4<|im_end|>\n"
         assert trained(base, row, config) == " 4<|eot_id|>"
@@ -163,7 +163,7 @@ def test_pairs_are_two_documents_whose_answers_are_trained(chatml, base):
     found, _ = encoded(chatml, [pair("world", "hello")])
     kept = [[i for i, t in zip(ids, mask, strict=True) if t] for ids, mask, _ in found]
     assert [text(chatml, ids) for ids in kept] == ["world<|im_end|>\n", "hello<|im_end|>\n"]
-    row = Completion("a.jsonl:1", "line 1 of a.jsonl", "2 + 2 =", " 4")
+    row = PromptCompletion("a.jsonl:1", "line 1 of a.jsonl", "2 + 2 =", " 4")
     found, _ = encoded(base, [Preference("a", "line 1 of a.jsonl", row, row)])
     assert [ids for ids, _, _ in found] == [[*base.encode("2 + 2 = 4"), base.eos_id]] * 2
     rows = [pair("world", "hello " * 100), pair("world", "again")]

@@ -133,7 +133,7 @@ class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     close: str
 
 
-class Format(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CallFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One format, and the chat templates that are written in it.
 
     Attributes:
@@ -154,21 +154,21 @@ class Format(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @cache
-def formats() -> tuple[Format, ...]:
+def formats() -> tuple[CallFormat, ...]:
     """All of them."""
     names = sorted(path.name for path in files(__name__).iterdir() if path.name.endswith(".json"))
     return tuple(
-        msgspec.convert(json.loads((files(__name__) / name).read_text("utf-8")), Format)
+        msgspec.convert(json.loads((files(__name__) / name).read_text("utf-8")), CallFormat)
         for name in names
     )
 
 
-def format_of(template: str | None) -> Format | None:
+def format_of(template: str | None) -> CallFormat | None:
     """The format that a chat template is written in; None where none is known."""
     return next((each for each in formats() if template and each.fits(template)), None)
 
 
-def with_calls(format: Format | None) -> Format:
+def with_calls(format: CallFormat | None) -> CallFormat:
     """A format whose calls are known: of one without them, Hermes's beside its own reasoning.
 
     A forced answer has one of them: models that never saw calls repeat them without end.
@@ -179,5 +179,5 @@ def with_calls(format: Format | None) -> Format:
     one = hermes.grammar and msgspec.structs.replace(hermes.grammar, between=None)
     calls = msgspec.structs.replace(hermes, grammar=one)
     if format is None:
-        return Format(GENERIC, (), (), calls, None)
+        return CallFormat(GENERIC, (), (), calls, None)
     return msgspec.structs.replace(format, name=GENERIC, calls=calls)

@@ -1,4 +1,4 @@
-"""A checkpoint's own `response_template`, transformers' description of its answers, as a `Format`.
+"""A checkpoint's own `response_template`, transformers' description of its answers, as a format.
 
 Taken where it can be followed token by token in linear time: literal marks, names between two
 literals, and bodies of JSON, or of JSON whose texts have marks of their own for quotes.
@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rooflax.server.call_formats import CallGrammar, Calls, Format, Reasoning, formats
+from rooflax.server.call_formats import CallFormat, CallGrammar, Calls, Reasoning, formats
 
 _NAMED = re.compile(r"(?P<head>.*)\(\?P<name>[^()]*\)(?P<tail>.*)", re.DOTALL)
 _FIELDS = ("thinking", "reasoning_content", "reasoning", "content", "tool_calls", "role")
@@ -23,7 +23,7 @@ class Unreadable(Exception):
     """Reason why a response_template is not followed, as the end of a sentence."""
 
 
-def read_response_template(spec: Any) -> Format:
+def read_response_template(spec: Any) -> CallFormat:
     """
     Raises:
         Unreadable: it is none, or beyond what is followed.
@@ -42,7 +42,7 @@ def read_response_template(spec: Any) -> Format:
     if "open" in fields.get("content", {}) or "open_pattern" in fields.get("content", {}):
         raise Unreadable("its content has marks of its own")
     calls = _calls(fields["tool_calls"]) if "tool_calls" in fields else None
-    return Format("response_template", (), (), calls, reasoning)
+    return CallFormat("response_template", (), (), calls, reasoning)
 
 
 def _reasoning(field: Mapping[str, Any]) -> Reasoning:

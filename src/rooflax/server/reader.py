@@ -227,6 +227,11 @@ class Reader:
         """Content since the first `number` events."""
         return "".join(each.text for each in self._events[number:] if each.kind == "content")
 
+    def _say_gaps(self) -> None:
+        for gap in self._gaps:
+            self._say(gap.text, gap.at)
+        self._gaps = []
+
     def _say(self, text: str, at: int) -> None:
         if text:
             self._events.append(Event("content", text, at))
@@ -379,9 +384,7 @@ class Reader:
         if self._state is ReaderState.REASONING:
             self._events.append(Event("reasoning", before + text))
             return
-        for gap in self._gaps:
-            self._say(gap.text, gap.at)
-        self._gaps = []
+        self._say_gaps()
         self._say(before, before_at)
         self._say(text, at)
 
@@ -408,9 +411,7 @@ class Reader:
             return
         self._num_failed += not call.is_none
         self._trims = False
-        for gap in self._gaps:
-            self._say(gap.text, gap.at)
-        self._gaps = []
+        self._say_gaps()
         self._say(raw, call.at)
 
     def _harmony_turn(self, mark: str) -> None:

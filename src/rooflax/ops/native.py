@@ -32,7 +32,7 @@ LAYOUTS = (
 """Of weights that its kernels read: plain ones, [in, out], [out, in] or `Pairs`, and codes."""
 READ_AS = {"int4-z64": "q4_k", "int4-z128": "q4_k"}
 """Codes whose arrays are those of another layout."""
-KERNELS_VERSION = 22
+KERNELS_VERSION = 23
 """What the arguments of its functions mean; csrc/attention_ffi.cc says the library's."""
 OLDER = "the native library is not of this version; install rooflax again"
 INSTRUCTION_SETS = ("generic", "avx2", "avx512", "avx512-far", "amx")

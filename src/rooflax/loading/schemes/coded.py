@@ -181,7 +181,7 @@ def affine(
         read: `Groups` of the file; it need not look at zero points that are all `zero`.
         error: of what is found in them.
     """
-    format = _affine_format(shape[1], bits, group, scales, zero)
+    format = affine_format(shape[1], bits, group, scales, zero)
 
     def numbers() -> np.ndarray:
         return read().numbers()
@@ -208,7 +208,7 @@ def affine(
     return Coded(shape, stored, format, numbers, codes)
 
 
-def _affine_format(inner: int, bits: int, group: int, scales: str, zero: int | None) -> str | None:
+def affine_format(inner: int, bits: int, group: int, scales: str, zero: int | None) -> str | None:
     """Format for whole numbers with a scale, and perhaps a zero point, per group."""
     in_groups = group > 0 and group % GROUP == 0 and scales in FLOAT16S
     if group == inner and zero is not None and (bits == 8 or not in_groups):

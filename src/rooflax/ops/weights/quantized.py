@@ -11,7 +11,9 @@ scales are [1, out] or [in / 32 padded to 32, out], in float32, of mxfp4 as they
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -29,7 +31,7 @@ from rooflax.ops.host_arrays import aligned_zeros
 from rooflax.ops.weights.matrix_packing import as_matrix
 from rooflax.ops.weights.operand import Axes, StoredOperand
 
-CHUNK = 1 << 12
+CHUNK = 1 << 10
 """Outputs that are quantised at a time, so that intermediates stay small."""
 ARRAYS = ("values", "scales", "sums")
 Encoded = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -176,11 +178,9 @@ class Quantized(StoredOperand):
         """Codes [n, in] of whole panels as [n / 16, ..., 16, 4]."""
         if not cls.grouped:
             codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % 4)))
-            return codes.reshape(-1, PANEL, codes.shape[1] // 4, 4).swapaxes(1, 2)
+            return by_panel(codes[:, None])[:, 0]
         groups = codes.reshape(len(codes), -1, GROUP)
-        if cls.nibbles:
-            groups = groups[:, :, :16] | (groups[:, :, 16:] << 4)
-        return by_panel(groups)
+        return by_panel(in_halves(groups) if cls.nibbles else groups)
 
     @classmethod
     def pack_scales(cls, scales: np.ndarray) -> np.ndarray:
@@ -306,6 +306,16 @@ class Quantized(StoredOperand):
         return codes[..., : self.outer, : self.inner], scales[outputs]
 
 
+def in_halves(groups: np.ndarray) -> np.ndarray:
+    """Codes [n, groups, 32] of four bits as bytes [n, groups, 16], the first half in low halves."""
+    words = np.ascontiguousarray(groups).view(np.uint64).reshape(-1, 4)  # eight codes at once
+    both = np.empty((len(words), 2), np.uint64)
+    for half in range(2):
+        np.left_shift(words[:, 2 + half], np.uint64(4), out=both[:, half])
+        both[:, half] |= words[:, half]
+    return both.view(groups.dtype).reshape(*groups.shape[:2], GROUP // 2)
+
+
 def by_panel(groups: np.ndarray) -> np.ndarray:
     """Bytes [n, groups, m] of whole panels as [n / 16, groups, m / 4, 16, 4]."""
     words = np.ascontiguousarray(groups).view(np.uint32)  # four bytes are moved at once
@@ -407,8 +417,8 @@ def _packed(
     panels = count * -(-outer // PANEL)
     values, scales = (array.reshape(panels, -1) for array in arrays[:2])
     sums = arrays[2].reshape(-1, PANEL)
-    at = 0
-    for codes, scale in chunks:
+
+    def fill(at: int, codes: np.ndarray, scale: np.ndarray) -> None:
         padding = -len(codes) % PANEL
         if padding:
             codes = np.pad(codes, ((0, padding), (0, 0)), constant_values=kind.zero)
@@ -419,7 +429,17 @@ def _packed(
         scales[at:end] = kind.pack_scales(panel_scales).reshape(end - at, -1)
         if kind.has_sums:
             sums[at:end] = codes.sum(axis=1, dtype=np.int32).reshape(-1, PANEL)
-        at = end
+
+    at, threads = 0, native.num_threads()
+    waiting: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(threads) as pool:  # NumPy copies outside Python's lock
+        for codes, scale in chunks:
+            waiting.append(pool.submit(fill, at, codes, scale))
+            at += -(-len(codes) // PANEL)
+            if len(waiting) > threads:
+                waiting.popleft().result()
+        for one in waiting:
+            one.result()
     assert at == panels
     return placed(arrays, format, in_shape, out_shape, put)
 

@@ -181,7 +181,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """A variant of goldens and what differs, for a checkpoint of each family that files are made of."""
 _HERE = {goldens.VARIANTS[variant]["model_type"] for variant, _ in FAMILIES.values()}
-FAMILIES |= {name: (name, {}) for name in gguf_families() if name not in _HERE}
+FAMILIES |= {
+    name: (name, {})
+    for name, spec in gguf_families().items() if spec.is_written and name not in _HERE
+}  # fmt: skip
 
 
 GEMMA4 = ("gemma4", "gemma4_moe", "gemma4_shared")

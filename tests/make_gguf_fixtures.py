@@ -26,10 +26,11 @@ from tokenizers import (
     trainers,
 )
 
-from tests import gguf_cases
+from tests import gguf_cases, gguf_encoder_cases
 from tests.support.loading.fixtures import TEXT
 from tests.tokenizer_cases import GPT4O, LLAMA3, QWEN2, TEMPLATE, TEXTS
 
+ROOT = Path(__file__).parents[1]
 # case: (pattern, name that llama.cpp knows it by, special tokens, eos, adds BOS)
 BYTE_LEVEL = {
     "gpt2": (None, "gpt-2", ["<|endoftext|>"], "<|endoftext|>", False),
@@ -99,6 +100,21 @@ sentencepiece.SentencePieceTrainer.train(
     hard_vocab_limit=False, minloglevel=2,
 )
 """
+UNIGRAM = """
+import base64, json, sys, sentencepiece
+from sentencepiece import sentencepiece_model_pb2
+text, rules, prefix, pieces = sys.argv[1:]
+sentencepiece.SentencePieceTrainer.train(
+    input=text, model_prefix=prefix, vocab_size=200, model_type="unigram",
+    normalization_rule_tsv=rules, hard_vocab_limit=False, minloglevel=2,
+)
+model = sentencepiece_model_pb2.ModelProto()
+model.ParseFromString(open(prefix + ".model", "rb").read())
+table = base64.b64encode(model.normalizer_spec.precompiled_charsmap).decode()
+json.dump([[[p.piece, p.score] for p in model.pieces], table], open(pieces, "w"))
+"""
+RULES = "FF21\t41\nFB01\t66 69\n3000\t20\n"
+"""Characters that the tokenizer rewrites: a wide A, a ligature, a wide space."""
 CLASSES = {"phi3": "GPT2Tokenizer", "phi3_long": "GPT2Tokenizer"}
 """Of tokenizers, by which the converter knows their kind."""
 WITH_SENTENCEPIECE = ("ernie4_5",)
@@ -202,17 +218,42 @@ def make_family(name: str, llama_cpp: str, python: str, work: Path) -> None:
     print(target.name, target.stat().st_size)
 
 
+def make_encoder(name: str, llama_cpp: str, python: str, work: Path) -> None:
+    """The kept file of an encoder."""
+    kind = gguf_encoder_cases.CASES[name][0]
+    kept = gguf_encoder_cases.tokenizer_file(kind)
+    if kind != "unigram" and not kept.exists():
+        gguf_encoder_cases.trained(kind).save(str(kept))
+    if kind == "unigram":
+        lines = [line.strip() for line in (ROOT / "README.md").read_text().splitlines()]
+        (work / "text").write_text("\n".join([line for line in lines if line][:80]))
+        (work / "rules").write_text(RULES)
+        train = [python, "-c", UNIGRAM, *(work / part for part in ("text", "rules", "spm", "json"))]
+        subprocess.run(train, check=True)
+        pieces, table = json.loads((work / "json").read_text())
+        made = gguf_encoder_cases.unigram([(piece, score) for piece, score in pieces], table)
+        made.save(str(kept))
+    folder = gguf_encoder_cases.write(work / "model", name)
+    if (work / "spm.model").exists():
+        (work / "spm.model").rename(folder / "sentencepiece.bpe.model")
+    target = gguf_encoder_cases.kept(name)
+    command = [llama_cpp, "gpt-2", "convert", str(folder), "--outfile", str(target)]
+    subprocess.run([python, "-c", CONVERT, *command, "--outtype", "f32"], check=True)
+    print(target.name, target.stat().st_size)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--llama-cpp", required=True)
     parser.add_argument("--python", required=True)
     families = (*gguf_cases.KEPT, gguf_cases.EMBEDS)
-    names = [*gguf_cases.CONFIGS, *families]
+    encoders = gguf_encoder_cases.CASES
+    names = [*gguf_cases.CONFIGS, *families, *encoders]
     parser.add_argument("names", nargs="*", default=names)
     args = parser.parse_args()
     for name in args.names:
         with tempfile.TemporaryDirectory() as work:
-            one = make_family if name in families else make
+            one = make_family if name in families else make_encoder if name in encoders else make
             one(name, args.llama_cpp, args.python, Path(work))
 
 

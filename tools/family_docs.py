@@ -1,4 +1,5 @@
-"""The table of families in docs/models.md, from the registry, the definitions and the tests.
+"""The tables of families and of repositories in docs/models.md, from the registry, the definitions
+and the tests; and src/rooflax/models/repositories.json.
 
 python tools/family_docs.py
 """
@@ -28,10 +29,14 @@ TEXT_PARTS = {
 
 
 def page(text: str) -> str:
-    """docs/models.md with the table as it is now."""
-    found, count = TABLE.subn(lambda _: HEAD + "".join(map(row, families())), text)
-    assert count == 1, "docs/models.md has no table of families"
-    return found
+    """docs/models.md with the tables as they are now."""
+    from tools import repositories
+
+    of_families = HEAD + "".join(map(row, families()))
+    for pattern, table in (TABLE, of_families), (repositories.TABLE, repositories.table()):
+        text, count = pattern.subn(lambda _, table=table: table, text)
+        assert count == 1, "docs/models.md lacks a table"
+    return text
 
 
 def row(name: str) -> str:
@@ -77,4 +82,7 @@ def plural(found: list) -> str:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
+    from tools import repositories
+
+    repositories.FILE.write_text(repositories.document(), encoding="utf-8")
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -87,10 +87,11 @@ def written_spec(name: str) -> GGUFSpec:
     Raises:
         UnsupportedModelError: files of the family are not written.
     """
-    if name not in gguf_families():
-        written = ", ".join(sorted(gguf_families()))
+    specs = {family: spec for family, spec in gguf_families().items() if spec.is_written}
+    if name not in specs:
+        written = ", ".join(sorted(specs))
         raise UnsupportedModelError(f"rooflax writes no GGUF files of {name}, only of {written}.")
-    return gguf_families()[name]
+    return specs[name]
 
 
 def architecture_metadata(config: Decoder, raw: Mapping[str, Any]) -> Metadata:

@@ -1,9 +1,10 @@
 """The tokenizer inside a GGUF file, rebuilt as the one that its checkpoint came with.
 
-Three kinds: "gpt2", byte-level BPE with merges and a pre-tokenizer known by name; "llama",
-SentencePiece's BPE, whose merges follow from the pieces' scores; and "gemma4", the same with a list
-of merges. Other kinds and pre-tokenizers are rejected by name, because text that is cut elsewhere
-gives other ids without a word.
+Five kinds: "gpt2", byte-level BPE with merges and a pre-tokenizer known by name; "llama",
+SentencePiece's BPE, whose merges follow from the pieces' scores; "gemma4", the same with a list of
+merges; and of encoders "bert", WordPiece, and "t5", SentencePiece's Unigram. Other kinds and
+pre-tokenizers are rejected by name, because text that is cut elsewhere gives other ids without a
+word.
 
 Source: the tokenizer.json files of the models named beside the patterns; llama.cpp,
 src/llama-vocab.cpp (names); transformers, convert_slow_tokenizer.py (merges from scores).
@@ -17,7 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.loading.tokenizer_folder import surround
@@ -56,6 +65,14 @@ _SEED = (
 )
 _TEKKEN = rf"{_cased('')}|\p{{N}}|{_CASED_REST}"
 _GPT4O = rf"{_cased(_CONTRACTIONS + '?')}|\p{{N}}{{1,3}}|{_CASED_REST}"
+_NOT_HAN = r"&&[^\p{Han}]"
+_KIMI = (
+    r"[\p{Han}]+|"
+    + _cased(_CONTRACTIONS + "?")
+    .replace(_UPPER, _UPPER + _NOT_HAN)
+    .replace(_LOWER, _LOWER + _NOT_HAN)
+    + rf"|\p{{N}}{{1,3}}|{_REST}"
+)
 _DEEPSEEK3_WORDS = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -143,6 +160,7 @@ PRE_TOKENIZERS: Mapping[str, Cut] = {
     "seed-coder": Cut((_SEED,)),  # Seed-OSS
     "hunyuan-dense": Cut(_DEEPSEEK3),
     "deepseek-v3": Cut(_DEEPSEEK3),
+    "kimi-k2": Cut((_KIMI,)),  # also Moonlight
     "deepseek-llm": Cut(_DEEPSEEK_LLM),  # DeepSeek-V2
 }
 """Patterns that llama.cpp computes by these names; of equal ones the first is written."""
@@ -164,8 +182,16 @@ SPECIAL_IDS = {
     "pad_token": "padding_token_id",
     "mask_token": "mask_token_id",
 }
-_SENTENCEPIECE_IDS = {"unk_token": 0, "bos_token": 1, "eos_token": 2}
-"""Defaults where a file of that kind is silent."""
+WORDPIECE, UNIGRAM = "bert", "t5"
+"""Kinds of encoders' tokenizers."""
+SPACE = "▁"
+_CUSTOMARY_IDS = {
+    "llama": {"unk_token": 0, "bos_token": 1, "eos_token": 2},
+    WORDPIECE: {
+        "pad_token": 0, "unk_token": 100, "bos_token": 101, "sep_token": 102, "mask_token": 103,
+    },
+}  # fmt: skip
+"""Defaults by kind, where a file is silent."""
 
 
 def read_gguf_tokenizer(
@@ -183,14 +209,21 @@ def read_gguf_tokenizer(
         backend = _byte_level(vocabulary)
     elif kind in ("llama", LISTED):
         backend = _sentencepiece(vocabulary, is_listed=kind == LISTED)
+    elif kind == WORDPIECE:
+        backend = _wordpiece(vocabulary)
+    elif kind == UNIGRAM:
+        backend = _unigram(vocabulary)
     else:
         raise UnsupportedModelError(
-            f"{file.path} has a tokenizer of the kind {kind!r:.80}; only 'gpt2', 'llama' and "
-            f"{LISTED!r} are read."
+            f"{file.path} has a tokenizer of the kind {kind!r:.80}; only 'gpt2', 'llama', "
+            f"{LISTED!r}, {WORDPIECE!r} and {UNIGRAM!r} are read."
         )
     _add_tokens(backend, vocabulary)
     special = vocabulary.special_tokens()
-    _surround(backend, vocabulary, special)
+    if kind in (WORDPIECE, UNIGRAM) or vocabulary.get("add_sep_token", bool, False):
+        _surround_pairs(backend, vocabulary, special)
+    else:
+        _surround(backend, vocabulary, special)
     return backend, special, _chat_templates(file)
 
 
@@ -208,7 +241,8 @@ class _Vocabulary:
             self.types[i : i + 1] = [CONTROL]
         if not len(self.types) == len(self.scores) == count:
             raise self.bad("has tokens, types and scores in different numbers")
-        for flag in ("normalizer.lowercase", "normalizer.strip_accents", "add_sep_token"):
+        flags = ("normalizer.lowercase", "normalizer.strip_accents")
+        for flag in () if self.get("model", str, "") == WORDPIECE else flags:
             if self.get(flag, bool, False):
                 raise UnsupportedModelError(
                     f"{file.path} asks for tokenizer.ggml.{flag}, which rooflax does not do."
@@ -254,9 +288,11 @@ class _Vocabulary:
 
     def special_tokens(self) -> dict[str, str]:
         by_name = {}
-        customary = _SENTENCEPIECE_IDS if self.get("model", str, "") == "llama" else {}
+        customary = _CUSTOMARY_IDS.get(self.get("model", str, ""), {})
         for name, key in SPECIAL_IDS.items():
-            token_id = self.get(key, int, customary.get(name))
+            default = self.get("cls_token_id", int, None) if name == "bos_token" else None
+            default = customary.get(name) if default is None else default
+            token_id = self.get(key, int, default)
             if token_id is None:
                 continue
             if not 0 <= token_id < len(self.tokens):
@@ -326,6 +362,81 @@ def _sentencepiece(vocabulary: _Vocabulary, *, is_listed: bool) -> tokenizers.To
     back: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*back, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
     return backend
+
+
+def _wordpiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    """BERT's, whose pieces have a "##" within words, and in files a "▁" at their beginning."""
+    if "token_type" not in _stated(vocabulary):  # files of 2023
+        vocabulary.types = [
+            CONTROL if text.startswith("[") and text.endswith("]") else kind
+            for text, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+        ]
+    pieces: dict[str, int] = {}
+    for text, token_id in vocabulary.ids.items():
+        if vocabulary.types[token_id] not in (CONTROL, UNKNOWN):
+            text = text.removeprefix(SPACE) if text.startswith(SPACE) else f"##{text}"
+        if pieces.setdefault(text, token_id) != token_id:
+            raise vocabulary.bad(f"has the piece {text[:40]!r} twice")
+    unknown = vocabulary.special_tokens().get("unk_token", "[UNK]")
+    if unknown not in pieces:
+        raise vocabulary.bad("has no token for unknown words")
+    backend = tokenizers.Tokenizer(models.WordPiece(vocab=pieces, unk_token=unknown))
+    lowers = vocabulary.get("normalizer.lowercase", bool, True)
+    strips = vocabulary.get("normalizer.strip_accents", bool, lowers)
+    backend.normalizer = normalizers.BertNormalizer(lowercase=lowers, strip_accents=strips)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    return backend
+
+
+def _stated(vocabulary: _Vocabulary) -> set[str]:
+    prefix = "tokenizer.ggml."
+    return {key.removeprefix(prefix) for key in vocabulary.file.metadata if key.startswith(prefix)}
+
+
+def _unigram(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    """XLM-RoBERTa's: the pieces of the best sum of scores, of text that a table rewrites."""
+    unknown = vocabulary.of(UNKNOWN) or [vocabulary.get("unknown_token_id", int, 2)]
+    scored = list(zip(vocabulary.tokens, map(float, vocabulary.scores), strict=True))
+    if not np.isfinite(vocabulary.scores).all():
+        raise vocabulary.bad("has scores that are not finite")
+    if len(vocabulary.tokens) != len(set(vocabulary.tokens)):
+        raise vocabulary.bad("has a token twice")
+    if not 0 <= unknown[0] < len(scored):
+        raise vocabulary.bad("has no token for unknown pieces")
+    backend = tokenizers.Tokenizer(models.Unigram(scored, unk_id=unknown[0]))
+    steps: list[Any] = []
+    table = vocabulary.get("precompiled_charsmap", np.ndarray, None)
+    if table is not None:
+        try:
+            steps.append(normalizers.Precompiled(table.astype(np.uint8).tobytes()))
+        except Exception:  # the Rust side raises bare Exception
+            raise vocabulary.bad("has a damaged precompiled_charsmap") from None
+    if vocabulary.get("remove_extra_whitespaces", bool, True):
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    backend.normalizer = normalizers.Sequence(steps)
+    prepends = vocabulary.get("add_space_prefix", bool, True)
+    scheme = "always" if prepends else "never"
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    backend.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    return backend
+
+
+def _surround_pairs(
+    backend: tokenizers.Tokenizer, vocabulary: _Vocabulary, special: Mapping[str, str]
+) -> None:
+    """The first and the last token of a text, and those between two."""
+    begin = special.get("bos_token")
+    end = special.get("sep_token") or special.get("eos_token")
+    if begin is None or end is None or None in map(backend.token_to_id, (begin, end)):
+        raise vocabulary.bad("names no first and last token of a text")
+    between = [end, end] if vocabulary.get("model", str, "") == UNIGRAM else [end]
+    kind = "" if len(between) > 1 else ":1"  # XLM-RoBERTa has one type of tokens
+    backend.post_processor = processors.TemplateProcessing(
+        single=[begin, "$A", end],
+        pair=[begin, "$A", *between, f"$B{kind}", f"{end}{kind}"],
+        special_tokens=[(text, backend.token_to_id(text)) for text in {begin, end}],
+    )
 
 
 def _merges_from_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:

@@ -30,7 +30,7 @@ from rooflax.loading.gguf_blocks import (
 from rooflax.loading.prequantized import beside, output_order
 from rooflax.loading.safetensors import TensorInfo
 from rooflax.loading.source import DerivedSource
-from rooflax.models.gguf import GGUF_DENSE, LONGROPE_FACTORS, ROPE_FACTORS, GGUFSpec
+from rooflax.models.gguf import GGUF_DENSE, GGUF_HEAD, LONGROPE_FACTORS, ROPE_FACTORS, GGUFSpec
 from rooflax.models.gguf_changes import KEEP, Change, LessOne, Permuted, moves_groups
 from rooflax.models.gguf_names import TENSORS
 from rooflax.models.registry import gguf_families
@@ -75,7 +75,8 @@ class GGUFWeights(DerivedSource):
         if not config.learned_positions:
             used |= {ROPE_FACTORS, *LONGROPE_FACTORS.values()}
         if not config.is_causal:
-            used |= {f"{dense}.weight" for dense in GGUF_DENSE}  # `gguf_pooling` reads them
+            behind = (*GGUF_DENSE, *GGUF_HEAD)  # `gguf_pooling` reads them
+            used |= {f"{name}.{end}" for name in behind for end in ("weight", "bias")}
         further = self._further_blocks()
         others = [n for n in file.names() if n not in used and not n.startswith(further)]
         self.entries |= {_checkpoint_name(name): Entry((name,), KEEP) for name in others}

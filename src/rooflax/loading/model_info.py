@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rooflax.errors import CheckpointError
+from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.loading.checkpoint import Checkpoint
 from rooflax.loading.generation_config import GenerationDefaults, read_generation_defaults
 from rooflax.loading.gguf import GGUFFile, gguf_in, open_gguf
@@ -28,7 +28,7 @@ from rooflax.loading.source import Source
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.loading.weights import WeightReader
 from rooflax.models.presets import EMBEDDED, EMBEDDED_NAME, PREFIX, preset_config
-from rooflax.models.registry import read_config
+from rooflax.models.registry import read_config, with_advice
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.placement import Placer
 from rooflax.nn.storage import Storage
@@ -168,7 +168,10 @@ def model_info(
     if pooling is not None and not pooling.scores and may_lack:
         has_head = any(name.startswith("lm_head.") for name in Checkpoint(folder).names())
         config = replace(config, has_head=has_head)
-    scheme = read_scheme(raw, folder, ignore_config_keys)
+    try:
+        scheme = read_scheme(raw, folder, ignore_config_keys)
+    except UnsupportedModelError as error:
+        raise with_advice(error, raw) from None
     return ModelInfo(shown, folder, name, config, raw, pooling=pooling, scheme=scheme)
 
 

@@ -24,7 +24,7 @@ from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_blocks import dequantize, is_plain
 from rooflax.loading.json_files import parse_json, read_file, read_json_object
 from rooflax.loading.safetensors import TensorToWrite, float32_tensors
-from rooflax.models.gguf import GGUF_DENSE, GGUF_POOLING
+from rooflax.models.gguf import GGUF_DENSE, GGUF_HEAD, GGUF_POOLING
 from rooflax.nn.pooler import Pooler
 
 KINDS = {
@@ -189,16 +189,21 @@ def _check_sizes(pooling: Pooling, folder: Path, size: int, vocab_size: int) -> 
 
 
 def gguf_pooling(file: GGUFFile) -> Pooling | None:
-    """Reads a GGUF file's `pooling_type`; None if there is none. llama.cpp normalizes.
+    """Reads a GGUF file's `pooling_type`; None if there is none. llama.cpp normalizes. An encoder
+    without one pools by the mean, or scores if it has a head.
 
     Raises:
         CheckpointError: layers behind the pooling do not fit each other.
+        UnsupportedModelError: a head that is not computed.
     """
     architecture = file.metadata.get("general.architecture")
     kind = file.metadata.get(f"{architecture}.pooling_type")
     pooling = GGUF_POOLING.get(kind) if isinstance(kind, int) else None
+    is_encoder = file.metadata.get(f"{architecture}.attention.causal") is False
+    if f"{GGUF_HEAD[-1]}.weight" in file.names() and is_encoder:
+        return _gguf_head(file, str(architecture))
     if pooling is None:
-        return None
+        return Pooling(Pooler("mean"), normalizes=True) if is_encoder and not kind else None
     size, dense = file.metadata.get(f"{architecture}.embedding_length"), []
     for name in (f"{name}.weight" for name in GGUF_DENSE):
         if name in file.names():
@@ -212,6 +217,57 @@ def gguf_pooling(file: GGUFFile) -> Pooling | None:
             dense.append(DenseLayer(np.array(array, np.float32), None, IDENTITY))
             size = stored.shape[0]
     return Pooling(Pooler(pooling), tuple(dense), normalizes=True)
+
+
+def _gguf_head(file: GGUFFile, architecture: str) -> Pooling:
+    """The layers that score pairs: dense, an activation, a norm, and the one number."""
+    arrays = {
+        name: file.read(name) if is_plain(file.info(name).dtype)
+        else dequantize(file.info(name).dtype, file.read(name))
+        for name in file.names() if name.rpartition(".")[0] in GGUF_HEAD
+    }  # fmt: skip
+    arrays = {name: np.array(array, np.float32) for name, array in arrays.items()}
+    dense, norm, output = GGUF_HEAD
+    if f"{dense}.weight" not in arrays:
+        raise UnsupportedModelError(
+            f"{file.path} has a head without {dense}.weight: llama.cpp's converter left out the "
+            f"layer before it, and its scores are not the checkpoint's."
+        )
+    size = int(file.metadata[f"{architecture}.embedding_length"])
+    wanted: dict[str, tuple[int, ...]] = {
+        f"{dense}.weight": (size, size),
+        f"{output}.weight": (1, size),
+    }
+    wanted |= {f"{dense}.bias": (size,), f"{output}.bias": (1,), f"{norm}.weight": (size,)}
+    for name, array in arrays.items():
+        if array.size != math.prod(wanted.get(name, (0,))):
+            raise UnsupportedModelError(
+                f"{file.path}: {name} {list(array.shape)} is not of a head with one label."
+            )
+    eps = file.metadata.get(f"{architecture}.attention.layer_norm_epsilon")
+    scale = arrays.get(f"{norm}.weight")
+    normed = None if scale is None else (scale, np.zeros_like(scale), float(eps or 0))
+    activation = "GELU" if architecture == "modern-bert" else "Tanh"
+    layers = (
+        DenseLayer(
+            arrays[f"{dense}.weight"].reshape(size, size), arrays.get(f"{dense}.bias"),
+            _known(activation), normed,
+        ),
+        DenseLayer(
+            arrays[f"{output}.weight"].reshape(1, size), arrays.get(f"{output}.bias"), IDENTITY
+        ),
+    )  # fmt: skip
+    default = 1 if architecture == "modern-bert" else 2
+    stated = file.metadata.get(f"{architecture}.classifier.pooling_type", default)
+    kind = GGUF_POOLING.get(stated if type(stated) is int else 0)
+    if kind is None:
+        raise UnsupportedModelError(f"{file.path} has a head behind the pooling {stated!r:.80}.")
+    return Pooling(Pooler(kind), layers, scores=True, activation=_known("Sigmoid"))
+
+
+def _known(name: str) -> str:
+    """The key of `ACTIVATIONS` that ends so."""
+    return next(key for key in ACTIVATIONS if key.rpartition(".")[2] == name)
 
 
 def pooling_files(pooling: Pooling, size: int) -> dict[str, bytes | list[TensorToWrite]]:

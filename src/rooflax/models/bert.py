@@ -1,5 +1,7 @@
 """BERT (MiniLM, BGE, E5, GTE): positions and token types are tables, a LayerNorm follows each sum.
 
+GGUF files of RoBERTa, XLM-RoBERTa and DistilBERT are of its architecture, and open as BERT.
+
 Source: transformers, models/bert/modeling_bert.py; Devlin et al., 2018.
 """
 
@@ -9,12 +11,21 @@ from typing import Any
 
 from rooflax.models import encoders
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec
 from rooflax.nn.decoder import Decoder
 
 HF_PREFIXES = ("bert.", "")
 SKIPPED = r"(bert\.)?(pooler\..*|embeddings\.position_ids)|(cls|classifier)\..*"
 """Heads, and a buffer."""
 NAMES = encoders.bert_names("bert.")
+GGUF = GGUFSpec(
+    "bert",
+    keys=encoders.GGUF_KEYS,
+    biases={},
+    is_written=False,
+    tensors=encoders.gguf_tensors(NAMES),
+    read=lambda reader, raw: reader.encoder(raw),
+)
 SCORE_HEAD = encoders.ScoreHead((("bert.pooler.dense", "Tanh"), ("classifier", "Identity")))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from rooflax.errors import CheckpointError
 from rooflax.models import common
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf_names import NameTable, renamed
 from rooflax.nn.decoder import Decoder, TensorNames
 from rooflax.nn.parts import Layer, Mlp
 from rooflax.nn.weights import StoredAs
@@ -28,6 +29,23 @@ WAIVED = (
     "cls_token_id", "mask_token_id", "type_vocab_size",
 )  # fmt: skip
 """Keys of heads and tokenizers; `type_vocab_size` of families that read no token types."""
+GGUF_KEYS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.layer_norm_epsilon": "layer_norm_eps",
+    "vocab_size": "vocab_size",
+}
+"""Metadata of GGUF files that all encoders have."""
+GGUF_NAMES = {
+    "embed": "token_embd", "position": "position_embd", "token_type": "token_types",
+    "embed_norm": "token_embd_norm", "final_norm": "output_norm", "attn.norm": "attn_norm",
+    "attn.o": "attn_output", "attn.post_norm": "attn_output_norm", "mlp.norm": "ffn_norm",
+    "mlp.up": "ffn_up", "mlp.down": "ffn_down", "mlp.post_norm": "layer_output_norm",
+}  # fmt: skip
+"""By the table's key, llama.cpp's name."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +117,31 @@ def _below(layer: str, name: str | tuple[str, ...]) -> str | tuple[str, ...]:
 
 def _ended(name: str | tuple[str, ...], end: str) -> str | tuple[str, ...]:
     return f"{name}.{end}" if isinstance(name, str) else tuple(f"{each}.{end}" for each in name)
+
+
+def gguf_tensors(names: TensorNames) -> NameTable:
+    """GGUF names of an encoder's tensors.
+
+    Args:
+        names: those of its checkpoints, of `bert_names`.
+    """
+    pairs: list[tuple[str, str]] = []
+    for key, place in names.stored:
+        if not key.endswith("_bias"):
+            hf = (place.hf,) if isinstance(place.hf, str) else place.hf
+            prefix = "blk.{i}." if key.startswith("layers.") else ""
+            parts = _gguf_parts(key.removeprefix("layers.{i}."), len(hf))
+            pairs += zip(hf, (prefix + part for part in parts), strict=False)
+    return renamed(*((hf.removesuffix(".weight"), stored) for hf, stored in pairs))
+
+
+def _gguf_parts(place: str, count: int) -> tuple[str, ...]:
+    """Names of a weight's tensors; of `count` that a checkpoint has."""
+    fused = {
+        ("attn.qkv", 3): ("attn_q", "attn_k", "attn_v"), ("attn.qkv", 1): ("attn_qkv",),
+        ("mlp.gate_up", 2): ("ffn_gate", "ffn_up"), ("mlp.gate_up", 1): ("ffn_up",),
+    }  # fmt: skip
+    return fused.get((place, count)) or ((GGUF_NAMES[place],) if place in GGUF_NAMES else ())
 
 
 def read_encoder(

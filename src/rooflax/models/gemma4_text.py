@@ -233,7 +233,8 @@ def _read_gguf_layers(reader: MetadataReader) -> Raw:
     raw: Raw = {
         "attention_k_eq_v": bool(keys - values),
         "enable_moe_block": bool(reader.get("expert_count", 0)),
-        "final_logit_softcapping": reader.get("final_logit_softcapping") or None,
+        "final_logit_softcapping": reader.get("final_logit_softcapping", 30.0)
+        or None,  # llama.cpp's
     }
     if heads and flags:
         by_kind = dict(zip(flags, heads, strict=False))

@@ -38,8 +38,10 @@ YARN = {
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
-GGUF_POOLING = {1: "mean", 3: "last"}
-"""Values of llama.cpp's `pooling_type`; 0 is none, 2 the first token's, 4 a rank."""
+GGUF_POOLING = {1: "mean", 2: "first", 3: "last"}
+"""Values of llama.cpp's `pooling_type`; 0 is none, 4 a score by a head."""
+GGUF_HEAD = ("cls", "cls.norm", "cls.output")
+"""Layers of a head that scores pairs of texts."""
 GGUF_DENSE = ("dense_2", "dense_3")
 """Matrices of layers behind the pooling, in their order."""
 MAX_FACTOR_ERROR = 1e-5
@@ -112,6 +114,7 @@ class GGUFSpec:
         output_bias, mlp_bias: llama.cpp adds such biases.
         ignores_window: llama.cpp reads the window, which is of all layers, and does not apply it.
         lists_merges: llama.cpp requires SentencePiece tokenizers with a list of merges.
+        is_written: files are written as well as read.
         lacks: what else llama.cpp does not compute of a model ("whose ..."), None where it does.
     """
 
@@ -140,6 +143,7 @@ class GGUFSpec:
     mlp_bias: bool = False
     ignores_window: bool = False
     lists_merges: bool = False
+    is_written: bool = True
     lacks: Callable[[Decoder], str | None] = lambda decoder: None
 
     @property
@@ -283,6 +287,24 @@ class MetadataReader:
                 raise CheckpointError(f"{self.file.path}: {name} {list(shape)} is no matrix.")
             self.expect(f"{dense}_feat_out", shape[0])
             self.expect(f"{dense}_feat_in", shape[1])
+
+    def encoder(self, raw: Raw) -> Raw:
+        """What a file of an encoder has beside its keys: its heads are as wide as its hidden states
+        together, and it attends both ways."""
+        heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
+        if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+            for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+                self.expect(key, hidden // heads)
+        self.expect("attention.causal", False)
+        self.expect("attention.head_count_kv", heads)
+        self.expect("rope.scaling.type", "none")
+        self.expect("pooling_type", 0, 4, *GGUF_POOLING)
+        self.waive("classifier.*")
+        types = "token_types.weight"
+        if types not in self.file.names():
+            return {}
+        shape = self.file.info(types).shape
+        return {"type_vocab_size": shape[0] if len(shape) > 1 else 1}
 
     def check_layers(self, key: str, values: list[Any], wanted: list[Any]) -> None:
         """

@@ -13,6 +13,7 @@ from typing import Any
 
 from rooflax.models import common, encoders
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.parts import Layer, Mlp
 from rooflax.nn.wiring import PRE, NormKind
@@ -31,6 +32,23 @@ NAMES = encoders.bert_names(
     mlp__norm="mlp_norm",
     mlp__gate_up="mlp.Wi",
     mlp__down="mlp.Wo",
+)
+GGUF = GGUFSpec(
+    "modern-bert",
+    keys=encoders.GGUF_KEYS
+    | {
+        "attention.layer_norm_epsilon": "norm_eps",
+        "attention.sliding_window": "local_attention",
+        "attention.sliding_window_pattern": "global_attn_every_n_layers",
+        "rope.freq_base": "global_rope_theta",
+        "rope.freq_base_swa": "local_rope_theta",
+        "hidden_activation": "hidden_activation",
+    },
+    biases={},
+    is_written=False,
+    waived=("attention.layer_norm_rms_epsilon",),
+    tensors=encoders.gguf_tensors(NAMES),
+    read=lambda reader, raw: reader.encoder(raw),
 )
 SCORE_HEAD = encoders.ScoreHead(
     (("head.dense", "GELU"), ("classifier", "Identity")),

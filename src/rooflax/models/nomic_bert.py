@@ -11,6 +11,7 @@ from typing import Any
 
 from rooflax.models import encoders
 from rooflax.models.config_reader import ConfigReader
+from rooflax.models.gguf import GGUFSpec
 from rooflax.nn.decoder import Decoder
 
 HF_PREFIXES = ("", "bert.", "nomic_bert.")
@@ -32,6 +33,14 @@ NAMES = encoders.bert_names(
     mlp__post_norm="norm2",
 )
 THETA = 1000.0
+GGUF = GGUFSpec(
+    "nomic-bert",
+    keys=encoders.GGUF_KEYS | {"rope.freq_base": "rope_theta"},
+    biases={},
+    is_written=False,
+    tensors=encoders.gguf_tensors(NAMES),
+    read=lambda reader, raw: reader.encoder(raw),
+)
 
 
 def config_from_hf(reader: ConfigReader) -> Decoder:

@@ -13,6 +13,7 @@ from rooflax import models
 from rooflax.errors import MAX_MEANT, CheckpointError, RequestError, UnsupportedModelError
 from rooflax.models.config_reader import ConfigReader
 from rooflax.models.gguf import GGUFSpec
+from rooflax.models.repositories import instead
 from rooflax.nn.decoder import Decoder
 
 PAGE = 'the page "Models that rooflax runs", docs/models.md'
@@ -135,8 +136,14 @@ def read_config(raw: Mapping[str, Any], *, ignore: Sequence[str] = ()) -> tuple[
         reader.finish()
         _check_layers(config)
     except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{error} What is computed: {PAGE}.") from None
+        raise with_advice(error, raw) from None
     return name, config
+
+
+def with_advice(error: UnsupportedModelError, raw: Mapping[str, Any]) -> UnsupportedModelError:
+    """The error with repositories to take in place of this one, and the page of all."""
+    advice = instead(raw, families())
+    return UnsupportedModelError(f"{error}{advice} What is computed: {PAGE}.")
 
 
 def _check_layers(config: Decoder) -> None:

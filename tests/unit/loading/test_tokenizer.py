@@ -73,6 +73,25 @@ def test_every_way_to_cut_text_is_among_the_kinds():
     }
 
 
+KIMI_TEXTS = {
+    "漢字abc中文Def": ["漢字", "abc", "中文", "Def"],
+    "Hello's 12345 日本": ["Hello's", " ", "123", "45", " ", "日本"],
+    "a中b かな漢": ["a", "中", "b", " かな", "漢"],
+    "  x\n\n 汉!?\n": [" ", " x", "\n\n", " ", "汉", "!?\n"],
+}
+"""Pieces by the pattern of tokenization_kimi.py: Chinese characters are in no word."""
+
+
+@pytest.mark.parametrize("text", KIMI_TEXTS)
+def test_kimis_pieces_are_those_of_its_pattern(text):
+    regex = pytest.importorskip("regex")
+    pattern = regex.compile(f"(?V1){tokenizer_cases.KIMI}")
+    assert [match[0] for match in pattern.finditer(text)] == KIMI_TEXTS[text]
+    backend = tokenizer_cases.byte_level("kimi-k2")
+    cut = backend.pre_tokenizer.pre_tokenize_str(text)
+    assert [text[begin:end] for _, (begin, end) in cut] == KIMI_TEXTS[text]
+
+
 @pytest.mark.parametrize("kind", EVERY_KIND)
 def test_ids_text_and_ends_of_every_kind_equal_transformers(kind, tmp_path):
     transformers = pytest.importorskip("transformers")

@@ -15,10 +15,14 @@ from rooflax.loading.model_info import model_info
 from rooflax.models.config_reader import ACCEPTED, SAME_LENGTH
 from rooflax.models.presets import PRESETS, PUBLISHED
 from rooflax.models.registry import families, read_config
+from rooflax.models.repositories import instead, repositories
 from tests import encoder_cases, goldens
+from tools.repositories import document
 
 TABLE = Path(__file__).parents[2] / "data" / "published_configs" / "configs.json"
 ROWS = json.loads(TABLE.read_text())
+OTHERS = json.loads((TABLE.parent / "others.json").read_text())
+CONFIGS = {row["repository"]: row["config"] for row in ROWS}
 QUANTIZED = json.loads((TABLE.parent / "quantization.json").read_text())
 OTHER = {
     "add_cross_attention": True,
@@ -42,7 +46,11 @@ OTHER = {
 def test_a_published_config_opens_or_is_rejected_for_the_reason_beside_it(row, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(row["config"]))
     if row["outcome"] == "opens":
-        assert model_info(tmp_path).family == row["config"]["model_type"]
+        scores = (
+            row["config"]["model_type"] in encoder_cases.FAMILIES and "id2label" in row["config"]
+        )
+        family = read_config(row["config"])[0] if scores else model_info(tmp_path).family
+        assert family == row["config"]["model_type"]  # a head's tensors are not here
         return
     with pytest.raises(RooflaxError) as caught:
         model_info(tmp_path)
@@ -64,10 +72,47 @@ def test_a_published_quantization_opens_or_is_rejected_for_the_reason_beside_it(
 
 def test_the_table_is_of_families_and_names_its_sources():
     opened = {row["config"]["model_type"] for row in ROWS if row["outcome"] == "opens"}
-    assert opened <= set(families()) - encoder_cases.FAMILIES
+    assert opened <= set(families()) and len(opened & encoder_cases.FAMILIES) >= 6
     assert all(row["source"] for row in ROWS)
     assert len({row["repository"] for row in ROWS}) == len(ROWS) >= 130
     assert any(row["repository"] == "Qwen/Qwen2.5-0.5B" for row in ROWS)
+
+
+@pytest.mark.parametrize("row", OTHERS, ids=lambda row: row["repository"])
+def test_a_repository_of_a_family_that_is_not_computed_is_rejected(row):
+    with pytest.raises(UnsupportedModelError, match=f"^model_type '{row['model_type']}' is not"):
+        read_config({"model_type": row["model_type"]})
+
+
+def test_what_is_rejected_names_repositories_of_its_sizes_that_open(tmp_path):
+    """By the quantization, by a value of it, and by the family."""
+    llama, qwen = CONFIGS["Llama-3.1-8B-Instruct"], CONFIGS["Qwen3-8B"]
+    unread = {"quantization_config": {"quant_method": "hqq"}}
+    with pytest.raises(UnsupportedModelError, match=r"Of its sizes open .*-AWQ-INT4, "):
+        read_config(llama | unread)
+    marlin = {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}
+    (tmp_path / "config.json").write_text(json.dumps(qwen | {"quantization_config": marlin}))
+    with pytest.raises(UnsupportedModelError, match=r"Of its sizes open mlx-community/Qwen3-8B-8b"):
+        model_info(tmp_path)
+    falcon = {"model_type": "falcon", "hidden_size": 4544, "num_hidden_layers": 32}
+    falcon |= {"vocab_size": 65024, "architectures": ["FalconForCausalLM"]}
+    with pytest.raises(UnsupportedModelError, match=r"Of about its size are [\w./-]+, .*, .*\."):
+        read_config(falcon)
+    deberta = falcon | {"model_type": "deberta-v2", "architectures": ["DebertaV2Model"]}
+    with pytest.raises(UnsupportedModelError, match=r"Of about its size are BAAI/bge-"):
+        read_config(deberta)
+    assert instead({"model_type": "falcon", "hidden_size": True}, ()) == ""
+
+
+def test_the_repositories_are_those_of_the_table():
+    """By name, each with its memory or the reason why it does not open."""
+    rows = {row["repository"]: row for row in repositories()}
+    assert json.loads(document()) == list(repositories()), "run: make docs"
+    assert len(rows) >= 180
+    assert rows["Qwen/Qwen3-8B-AWQ"]["bytes"][""] < rows["Qwen/Qwen3-8B"]["bytes"]["int8"]
+    opens = [row for row in rows.values() if "rejected" not in row]
+    assert all(row["family"] in families() for row in opens)
+    assert sum(bool(row["bytes"]) for row in opens) > 150
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

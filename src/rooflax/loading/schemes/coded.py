@@ -34,8 +34,6 @@ from rooflax.ops.weights.blocks import Zeros64
 FLOAT16S = ("F16", "BF16")
 """Types of scales that float16 holds: bfloat16's down to 2^-17, smaller ones to steps of 2^-24."""
 FLOATS = (*FLOAT16S, "F32")
-NIBBLES = np.array([byte & 15 | byte >> 4 << 8 for byte in range(256)], "<u2")
-"""Both halves of a byte, the low one first."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +179,7 @@ def affine(
         read: `Groups` of the file; it need not look at zero points that are all `zero`.
         error: of what is found in them.
     """
-    format = _affine_format(shape[1], bits, group, scales, zero)
+    format = affine_format(shape[1], bits, group, scales, zero)
 
     def numbers() -> np.ndarray:
         return read().numbers()
@@ -208,7 +206,7 @@ def affine(
     return Coded(shape, stored, format, numbers, codes)
 
 
-def _affine_format(inner: int, bits: int, group: int, scales: str, zero: int | None) -> str | None:
+def affine_format(inner: int, bits: int, group: int, scales: str, zero: int | None) -> str | None:
     """Format for whole numbers with a scale, and perhaps a zero point, per group."""
     in_groups = group > 0 and group % GROUP == 0 and scales in FLOAT16S
     if group == inner and zero is not None and (bits == 8 or not in_groups):
@@ -243,7 +241,10 @@ def unpacked(words: np.ndarray, bits: int, count: int) -> np.ndarray:
     if bits == 8:
         return octets[..., :count]
     if bits == 4:
-        return NIBBLES[octets].view(np.uint8)[..., :count]
+        pairs = octets.astype("<u2")
+        pairs |= pairs << np.uint16(4)
+        pairs &= np.uint16(0x0F0F)  # both halves of a byte, the low one first
+        return pairs.view(np.uint8)[..., :count]
     if bits in (1, 2):
         codes = np.empty((*octets.shape, 8 // bits), np.uint8)
         for i in range(8 // bits):
@@ -360,7 +361,9 @@ class KeptCodes:
         for part in parts_of(param.line.layout, self.formats[param.name], out_shape):
             codes, scales = _joined([coded.codes() for coded in coded_parts[part.tensors]])
             of_expert = order[part.index].reshape(-1) - rows[part.tensors.start or 0]
-            parts.append((codes[of_expert], scales[of_expert]))
+            if not np.array_equal(of_expert, np.arange(len(codes))):
+                codes, scales = codes[of_expert], scales[of_expert]
+            parts.append((codes, scales))
         return parts
 
 

@@ -20,6 +20,8 @@ from rooflax.ops import accelerator
 from rooflax.ops.format_names import GROUP
 
 BITS = (2, 3, 4, 5, 6, 8)
+FORMATS = {2: "q4_1-a16", 3: "q4_1-a16", 4: "q4_1-a16", 5: "q5_1-a16"}
+"""On CPU, by bits."""
 STACK = ".switch_mlp."
 
 
@@ -76,8 +78,7 @@ class Mlx:
             return unpacked(read(stored[0]), bits, inner), np.repeat(joined, group // GROUP, axis=1)
 
         fits = not group % GROUP and set(kinds) <= set(FLOAT16S)
-        format = {2: "q4_1-a16", 3: "q4_1-a16", 4: "q4_1-a16", 5: "q5_1-a16"}.get(bits)
-        format = format if fits and accelerator.platform() == "cpu" else None
+        format = FORMATS.get(bits) if fits and accelerator.platform() == "cpu" else None
         return Coded((outer, inner), stored, format, numbers, codes)
 
     @staticmethod

@@ -160,7 +160,7 @@ class Block(Quantized):
         lines, low = [], cls.bits // 4 * 4
         if low:  # quads 0 to 3 in the low halves
             lines.append((q[:, :, :4] & 15) | (q[:, :, 4:] & 15) << 4)
-        rest = q >> low
+        rest = q >> low if cls.bits > low else q
         for width in (2, 1):
             if (cls.bits - low) & width:
                 planes = (rest & (2**width - 1)).reshape(*q.shape[:2], width, 8 // width, PANEL, 4)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -15,7 +17,7 @@ from rooflax.ops.host_arrays import aligned_zeros
 from rooflax.ops.weights.matrix_packing import as_matrix
 from rooflax.ops.weights.quantized import Quantized, class_of
 
-CHUNK = 1 << 12
+CHUNK = 1 << 10
 """Outputs that are quantized at a time, so that intermediates stay small."""
 Put = Callable[[np.ndarray], Any]
 """Moves a host array to where it stays."""
@@ -101,8 +103,8 @@ def _packed(
     panels = count * -(-outer // PANEL)
     values, scales = (array.reshape(panels, -1) for array in arrays[:2])
     sums = arrays[2].reshape(-1, PANEL)
-    at = 0
-    for codes, scale in chunks:
+
+    def fill(at: int, codes: np.ndarray, scale: np.ndarray) -> None:
         padding = -len(codes) % PANEL
         if padding:
             codes = np.pad(codes, ((0, padding), (0, 0)), constant_values=kind.zero)
@@ -113,7 +115,17 @@ def _packed(
         scales[at:end] = kind.pack_scales(panel_scales).reshape(end - at, -1)
         if kind.has_sums:
             sums[at:end] = codes.sum(axis=1, dtype=np.int32).reshape(-1, PANEL)
-        at = end
+
+    at, threads = 0, native.num_threads()
+    waiting: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(threads) as pool:  # NumPy copies outside Python's lock
+        for codes, scale in chunks:
+            waiting.append(pool.submit(fill, at, codes, scale))
+            at += -(-len(codes) // PANEL)
+            if len(waiting) > threads:
+                waiting.popleft().result()
+        for one in waiting:
+            one.result()
     assert at == panels
     return placed(arrays, format, in_shape, out_shape, put)
 

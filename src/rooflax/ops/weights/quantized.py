@@ -168,11 +168,9 @@ class Quantized(StoredOperand):
         """Codes [n, in] of whole panels as [n / 16, ..., 16, 4]."""
         if not cls.grouped:
             codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % 4)))
-            return codes.reshape(-1, PANEL, codes.shape[1] // 4, 4).swapaxes(1, 2)
+            return by_panel(codes[:, None])[:, 0]
         groups = codes.reshape(len(codes), -1, GROUP)
-        if cls.nibbles:
-            groups = groups[:, :, :16] | (groups[:, :, 16:] << 4)
-        return by_panel(groups)
+        return by_panel(in_halves(groups) if cls.nibbles else groups)
 
     @classmethod
     def pack_scales(cls, scales: np.ndarray) -> np.ndarray:
@@ -228,7 +226,7 @@ class Quantized(StoredOperand):
         if not self.grouped:
             return _rounded(x)
         groups = x.reshape(x.shape[0], -1, GROUP)
-        return _rounded(groups, 127 * 256**(self.num_terms - 1)).reshape(x.shape)
+        return _rounded(groups, 127 * 256 ** (self.num_terms - 1)).reshape(x.shape)
 
     def dot(self, x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
         """Matmuls of rounded activations are summed exactly."""
@@ -293,6 +291,16 @@ class Quantized(StoredOperand):
         codes = codes.reshape(*self.stack, codes.shape[len(self.stack)], -1)
         outputs = (..., slice(self.outer), *(slice(None),) * self.grouped)
         return codes[..., : self.outer, : self.inner], scales[outputs]
+
+
+def in_halves(groups: np.ndarray) -> np.ndarray:
+    """Codes [n, groups, 32] of four bits as bytes [n, groups, 16], the first half in low halves."""
+    words = np.ascontiguousarray(groups).view(np.uint64).reshape(-1, 4)  # eight codes at once
+    both = np.empty((len(words), 2), np.uint64)
+    for half in range(2):
+        np.left_shift(words[:, 2 + half], np.uint64(4), out=both[:, half])
+        both[:, half] |= words[:, half]
+    return both.view(groups.dtype).reshape(*groups.shape[:2], GROUP // 2)
 
 
 def by_panel(groups: np.ndarray) -> np.ndarray:

@@ -169,7 +169,7 @@ def run_training(
     sampler: Sampler | None = None,
     track: Callable[[dict[str, Any]], None] | None = None,
 ) -> TrainResult:
-    """Trains a model, resuming from the folder's newest checkpoint if there is one.
+    """Trains a model, resuming from the folder's newest checkpoint that is whole, if there is one.
 
     Killed at any moment and started again with the same arguments, a run gives the same losses
     as one that was not (bit for bit on CPU). SIGINT ends the step at hand, saves and returns.
@@ -191,7 +191,7 @@ def run_training(
     Raises:
         RequestError: settings that do not fit the corpus, the model or the checkpoint; or another
             run is writing to the folder.
-        CheckpointError: a checkpoint of another model.
+        CheckpointError: every checkpoint is damaged, or of another model.
         OSError: the disk is full; the newest checkpoint stays whole.
     """
     check_not_forked()
@@ -364,13 +364,22 @@ class _Run:
         if not checkpoints:
             remove_checkpoints(self.folder / "best")
             return state, 0
-        info = read_about(checkpoints[-1])
-        self.config.check_same(info["config"])
-        check_same_model(info.get("model"), self.architecture)
-        self.loss, self.saved_step = info["loss"], info["step"]
-        state = load_state(checkpoints[-1], state)
-        self.say_resumed(info)
-        return state, info["log_position"]
+        failures: list[CheckpointError] = []
+        for checkpoint in reversed(checkpoints):
+            try:
+                info = read_about(checkpoint)
+                self.config.check_same(info["config"])
+                check_same_model(info.get("model"), self.architecture)
+                state = load_state(checkpoint, state)
+            except CheckpointError as error:
+                failures.append(error)
+                continue
+            for passed, error in zip(reversed(checkpoints), failures, strict=False):
+                self.say(f"{passed.name} is passed over: {error}")
+            self.loss, self.saved_step = info["loss"], info["step"]
+            self.say_resumed(info)
+            return state, info["log_position"]
+        raise failures[0]
 
     def take_reference(self, *, is_resumed: bool) -> None:
         """What DPO measures from: log-probabilities of the answers under the model that was given,

@@ -29,15 +29,23 @@ class Disk:
         fail_at: the touch, from 1 on, that raises `error`; None lets all through. A write that
             fails has written half, as on a full disk. After `Killed` each later touch raises it
             again, so that no clean-up is done.
+        spared: the name of a file that does not count.
 
     Attributes:
         calls: their names, in order.
     """
 
-    def __init__(self, folder: Path, fail_at: int | None = None, error: BaseException = FULL):
+    def __init__(
+        self,
+        folder: Path,
+        fail_at: int | None = None,
+        error: BaseException = FULL,
+        *,
+        spared: str = "",
+    ):
         self.folder, self.fail_at, self.error = os.path.realpath(folder), fail_at, error
+        self.spared = spared
         self.calls: list[str] = []
-        self._descriptors = set[int]()
 
     @property
     def has_failed(self) -> bool:
@@ -51,8 +59,11 @@ class Disk:
 
     def holds(self, path: Any) -> bool:
         if isinstance(path, int):
-            return path in self._descriptors
-        return os.path.abspath(os.fsdecode(path)).startswith(self.folder + os.sep)
+            return False
+        where = os.path.abspath(os.fsdecode(path))
+        name = os.path.basename(where)  # a lock is the kernel's, and ends with its process
+        is_one = name != self.spared and not name.endswith(".lock")
+        return is_one and where.startswith(self.folder + os.sep)
 
     @contextmanager
     def watched(self) -> Iterator[Disk]:

@@ -1,8 +1,9 @@
 """Training checkpoints: whole or absent, and exact.
 
 A checkpoint is a folder `step-00000100` with `state.safetensors` (weights and optimizer, float32)
-and `state.json` (step, settings, position in the log, checksum of the arrays). It is written under another name, flushed
-to disk and renamed, so that whenever a run is killed the newest folder of that name is whole.
+and `state.json` (step, settings, position in the log, checksum of the arrays). It is written under
+another name, flushed to disk and renamed, so that whenever a run is killed the newest folder of
+that name is whole.
 """
 
 from __future__ import annotations

@@ -262,13 +262,13 @@ def check_same_model(saved: Any, now: dict[str, Any]) -> None:
         )
 
 
-def _finite(loss: float, step: int) -> float:
-    if not math.isfinite(loss):
+def _finite(value: float, step: int, what: str = "loss") -> float:
+    if not math.isfinite(value):
         raise EngineError(
-            f"The loss is {loss} at step {step}: the run diverged; lower the learning rate and "
+            f"The {what} is {value} at step {step}: the run diverged; lower the learning rate and "
             f"start again, or resume from the newest checkpoint with other settings."
         )
-    return loss
+    return value
 
 
 class _Run:
@@ -493,6 +493,7 @@ class _Run:
         step, lr, metrics, more = self.unsettled
         self.unsettled = None
         self.loss = _finite(float(metrics.loss), step)
+        grad_norm = _finite(float(metrics.grad_norm), step, "gradient's norm")
         now = time.perf_counter()
         step_s, self.began = now - self.began, now
         self.log.write(
@@ -501,7 +502,7 @@ class _Run:
                 "tokens": step * self.config.tokens_per_step,
                 "loss": self.loss,
                 "lr": lr,
-                "grad_norm": float(metrics.grad_norm),
+                "grad_norm": grad_norm,
                 **more,
                 **{name: float(mean) for name, mean in metrics.more.items()},
                 "time": {

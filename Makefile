@@ -79,10 +79,12 @@ layers: $(VENV)/.installed-test
 # without a compiler. What needs no jaxlib can run while that is installed.
 sanitize: build/sanitized build/fuzzed
 
-# More draws than `make sanitize` makes.
+# More draws than `make sanitize` makes; then changed files, for so many seconds.
 FUZZ = 100000
+FUZZ_SECONDS = 600
 fuzz: build/sanitized $(VENV)/.installed-test
 	OPTIMISE=-O1 tools/fuzz.sh $(CXX) $(BIN)/python $(FUZZ)
+	$(BIN)/python tools/fuzz_files.py --seconds $(FUZZ_SECONDS)
 
 build/fuzzed: build/sanitized tools/fuzz.sh tools/fuzz_ffi.cc $(VENV)/.installed-test
 	@if command -v $(CXX) >/dev/null; then tools/fuzz.sh $(CXX) $(BIN)/python 2000 && touch $@; \

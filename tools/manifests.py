@@ -4,7 +4,8 @@
 
 Kubernetes' own kinds: kubernetes-validate. Compose and GitHub's workflows: check-jsonschema's
 copies. Resources of others: the packages @kubernetes-models/* of npm, which are made from their
-definitions. InferencePool has none; tests/unit/product/test_deploy.py checks its shape.
+definitions. InferencePool and LeaderWorkerSet have none; tests/unit/product/test_deploy.py checks
+their shape.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main() -> None:
     for path in sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml")):
         for one in yaml.safe_load_all(path.read_text(encoding="utf-8")):
             kind, how = one["kind"], f"Kubernetes {KUBERNETES}"
-            if kind == "InferencePool":
+            if kind in ("InferencePool", "LeaderWorkerSet"):
                 how = "not checked here"
             elif kind in OTHERS:
                 schema = modules / OTHERS[kind]

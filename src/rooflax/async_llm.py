@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
@@ -20,6 +21,7 @@ import numpy as np
 from rooflax.completion import Completion, Delta, Sample, TextDecoder
 from rooflax.engine.compilation import CompileCounts
 from rooflax.engine.engine import Engine
+from rooflax.engine.lockstep import Lockstep
 from rooflax.engine.runner import Compiled
 from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import ENDS_EARLY, NO_CONTINUATION, Sequence, StepOutput
@@ -36,6 +38,7 @@ from rooflax.models.offloading import whole
 from rooflax.nn.pooler import Pooler
 from rooflax.processes import check_not_forked
 
+VERSION = version("rooflax")
 SERVING = {name: one for name, one in declarations(ServingSettings).items() if name not in PLANNED}
 """Settings that a plan without a server does not have."""
 Conversation = Seq[Mapping[str, Any]]
@@ -101,26 +104,13 @@ class AsyncLLM:
         progress: Callable[[int], None] | None = None,
         **settings: Unpack[ServingSettings],
     ):
-        check_names("AsyncLLM", settings, ServingSettings)
-        serving: dict[str, Any] = {}
-        for name, one in SERVING.items():
-            value = settings.pop(name, None)
-            serving[name] = one.default if value is None else value
-            if value is not None and name != "kv_blocks":
-                one.kind.read(name, value)
-        if jax.process_count() > 1:
-            raise RequestError("AsyncLLM runs in one process, and this is one of several; use LLM.")
-        plan = make_plan(model, **settings)
-        if not (plan.options.use_cache and plan.options.jit):
-            raise RequestError("AsyncLLM needs the KV cache and jit; use LLM to run without them.")
-        if serving["loras"] or serving["max_loras"]:
-            names = ("loras", "max_loras", "max_lora_rank")
-            plan = plan.with_bank(*(serving[name] for name in names))
-        elif serving["max_lora_rank"]:
-            raise RequestError("max_lora_rank is for `loras` and `max_loras`; give one of these.")
-        plan = plan.serving(
-            max_tokens_per_step=serving["max_tokens_per_step"], num_blocks=serving["kv_blocks"]
-        )
+        self._lockstep = Lockstep() if jax.process_count() > 1 else None
+        if self._lockstep is not None and not self._lockstep.leads:
+            raise RequestError(
+                "AsyncLLM is made in process 0; the others call AsyncLLM.follow, with the same "
+                "arguments."
+            )
+        plan, serving = _serving_plan(model, settings, self._lockstep)
         self.llm = LLM(plan, check=check, progress=progress)
         self._bank, self._loading = plan.bank, asyncio.Lock()
         self._leaving, self._uses = set[str](), Counter[int]()  # adapters; and of slots, requests
@@ -140,7 +130,30 @@ class AsyncLLM:
         plan, speculation = replace(self.llm.plan, pooler=self._pooler), None
         if self._pooler is None:
             speculation = self.llm.speculation(plan.max_num_seqs, plan.max_model_len)
-        return Engine(self.llm.model, plan, speculation)
+        return Engine(self.llm.model, plan, speculation, lockstep=self._lockstep)
+
+    @staticmethod
+    def follow(
+        model: str | Path | ModelInfo | Plan | None = None,
+        *,
+        check: bool = False,
+        progress: Callable[[int], None] | None = None,
+        **settings: Unpack[ServingSettings],
+    ) -> None:
+        """Repeats the device calls of the `AsyncLLM` in process 0 on this process's devices, until
+        that shuts down.
+
+        Args:
+            model, check, progress, settings: as there.
+
+        Raises:
+            RooflaxError: as there; or process 0 failed.
+        """
+        lockstep = Lockstep()
+        plan, _ = _serving_plan(model, settings, lockstep)
+        llm = LLM(plan, check=check, progress=progress)
+        engine = Engine(llm.model, plan, lockstep=lockstep)
+        engine.runner.follow()
 
     @property
     def warm_up_report(self) -> list[Compiled]:
@@ -184,6 +197,8 @@ class AsyncLLM:
         Raises:
             RooflaxError: there are no slots, none is free, or the adapter does not fit.
         """
+        if self._lockstep is not None:
+            raise RequestError("Several processes load adapters when they start; give `loras`.")
         if self._bank is None:
             raise RequestError("There are no slots of adapters; start with `loras` or `max_loras`.")
         info = self.llm.info
@@ -484,6 +499,53 @@ class AsyncLLM:
 
     async def __aexit__(self, *_: object) -> None:
         await self.shutdown(drain=False)
+
+
+def _serving_plan(
+    model: str | Path | ModelInfo | Plan | None,
+    settings: Mapping[str, Any],
+    lockstep: Lockstep | None,
+) -> tuple[Plan, dict[str, Any]]:
+    """The plan of a server, which all processes have alike, and the settings beside it."""
+    check_names("AsyncLLM", settings, ServingSettings)
+    planned, serving = dict(settings), dict[str, Any]()
+    for name, one in SERVING.items():
+        value = planned.pop(name, None)
+        serving[name] = one.default if value is None else value
+        if value is not None and name != "kv_blocks":
+            one.kind.read(name, value)
+    plan = make_plan(model, **planned)
+    if not (plan.options.use_cache and plan.options.jit):
+        raise RequestError("AsyncLLM needs the KV cache and jit; use LLM to run without them.")
+    if lockstep is not None and plan.info.pooling is not None:
+        raise RequestError(
+            "Several processes serve a model that writes; this one embeds or scores."
+        )
+    if serving["loras"] or serving["max_loras"]:
+        names = ("loras", "max_loras", "max_lora_rank")
+        plan = plan.with_bank(*(serving[name] for name in names))
+    elif serving["max_lora_rank"]:
+        raise RequestError("max_lora_rank is for `loras` and `max_loras`; give one of these.")
+    options = {"max_tokens_per_step": serving["max_tokens_per_step"]}
+    plan = plan.serving(**options, num_blocks=serving["kv_blocks"])
+    if lockstep is not None:
+        lockstep.agree(
+            {
+                "the version": VERSION,
+                "the model": plan.info.name,
+                "the number of layers": plan.info.config.num_layers,
+                "the context": plan.max_model_len,
+                "max_num_seqs": plan.max_num_seqs,
+                "max_tokens_per_step": plan.max_tokens_per_step,
+                "the format": plan.storage.format,
+                "the KV cache's type": str(plan.kv_dtype),
+                "the mesh": str(plan.shards),
+                "the adapters": [Path(str(one)).name for one in serving["loras"] or ()],
+            }
+        )
+        # Memory that is free differs between hosts.
+        plan = plan.serving(**options, num_blocks=lockstep.least(plan.num_blocks))
+    return plan, serving
 
 
 def _seen(done: asyncio.Future[Any]) -> None:

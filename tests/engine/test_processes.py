@@ -1,11 +1,12 @@
 """Jobs of two processes with four simulated devices each."""
 
 import argparse
+import os
 
 import jax
 import pytest
 
-from rooflax import LLM, AsyncLLM
+from rooflax import LLM
 from rooflax.cli import platform
 from rooflax.errors import RequestError
 from tests import processes
@@ -31,8 +32,6 @@ def test_what_several_processes_cannot_do_alike_is_rejected(monkeypatch):
     ):
         with pytest.raises(RequestError, match=said):
             LLM("preset:qwen2.5-tiny", **arguments)
-    with pytest.raises(RequestError, match="AsyncLLM runs in one process"):
-        AsyncLLM("preset:gpt2-tiny", mesh=mesh)
 
 
 @pytest.mark.parametrize("variable", [platform.COUNT_VARIABLE, platform.NUMBER_VARIABLE])
@@ -43,3 +42,19 @@ def test_a_variable_that_is_no_number_is_rejected(variable, monkeypatch):
     args = argparse.Namespace(coordinator="localhost:1", num_processes=None, process_id=None)
     with pytest.raises(RequestError, match=f"{variable} is 'two'; it must be a whole number"):
         platform.join_processes(args)
+
+
+def test_a_leader_worker_set_names_a_job(monkeypatch):
+    for name in (platform.COORDINATOR_VARIABLE, platform.COUNT_VARIABLE, platform.NUMBER_VARIABLE):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    args = argparse.Namespace(coordinator=None, num_processes=None, process_id=None)
+    monkeypatch.setenv("LWS_LEADER_ADDRESS", "rooflax-0.rooflax.default")
+    for size, is_job in (("1", False), ("2", True)):
+        monkeypatch.setenv("LWS_GROUP_SIZE", size)
+        monkeypatch.setenv("LWS_WORKER_INDEX", "1")
+        assert platform.names_job(args) == is_job
+    assert os.environ[platform.COORDINATOR_VARIABLE] == "rooflax-0.rooflax.default:8476"
+    assert os.environ[platform.COUNT_VARIABLE] == "2"
+    assert os.environ[platform.NUMBER_VARIABLE] == "1"
+    assert not platform.names_job(argparse.Namespace())  # a verb of one process

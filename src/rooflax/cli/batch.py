@@ -196,14 +196,18 @@ async def _ask_all(
     client: Client, todo: Sequence[BatchRequest], concurrency: int, file: IO[bytes], show: Any
 ) -> Counter[str]:
     """Asks all of them; why how many failed."""
-    coming, failed, num_done = iter(todo), Counter[str](), 0
+    coming, failed, num_done, is_writable = iter(todo), Counter[str](), 0, True
 
     async def one_after_another() -> None:
-        nonlocal num_done
+        nonlocal num_done, is_writable
         for request in coming:
             answer = await _ask(client, request)
+            if not is_writable:
+                return  # another one's line may have been cut, and must stay the last
+            is_writable = False
             file.write(terminal.json_text(answer).encode() + b"\n")
             file.flush()
+            is_writable = True
             if _has_failed(answer):
                 failed[_reason(answer)] += 1
             num_done += 1

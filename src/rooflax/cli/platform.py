@@ -6,9 +6,12 @@ Importing this module imports no jax.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import importlib.util
 import math
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,8 +22,17 @@ from rooflax.nn.execution import PLATFORMS
 THREADS_VARIABLE = "PJRT_NPROC"
 COORDINATOR_VARIABLE = "JAX_COORDINATOR_ADDRESS"
 COUNT_VARIABLE, NUMBER_VARIABLE = "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+LEADER_VARIABLE = "LWS_LEADER_ADDRESS"
+"""Kubernetes' LeaderWorkerSet names each group's processes with variables of its own."""
+OF_LEADER_WORKER_SET = {COUNT_VARIABLE: "LWS_GROUP_SIZE", NUMBER_VARIABLE: "LWS_WORKER_INDEX"}
+LEADER_PORT = 8476
 JOIN_S = 120
 """Seconds that a process waits for the others of its job."""
+LOST_S = 15
+"""Seconds of silence after which a process is lost, and the others end."""
+LOST_SAID = b"JAX distributed service detected fatal errors"
+LOST = b"rooflax: another process of the job was lost, so this one ends.\n"
+MOST_SAID_BYTES = 1 << 16
 
 
 def settle(args: argparse.Namespace) -> None:
@@ -121,19 +133,40 @@ def check_processes(args: argparse.Namespace) -> None:
         )
 
 
-def join_processes(args: argparse.Namespace) -> None:
-    """Joins the job of several processes that flags or JAX's own variables name.
+def names_job(args: argparse.Namespace) -> bool:
+    """Whether flags, JAX's own variables or a LeaderWorkerSet's name a job of several processes.
 
-    All but the first are silent from then on.
+    Those of a LeaderWorkerSet become JAX's.
+    """
+    if not hasattr(args, "coordinator"):
+        return False
+    leader, size = os.environ.get(LEADER_VARIABLE), os.environ.get("LWS_GROUP_SIZE", "1")
+    if leader and size != "1" and not (args.coordinator or COORDINATOR_VARIABLE in os.environ):
+        os.environ[COORDINATOR_VARIABLE] = f"{leader}:{LEADER_PORT}"
+        for name, theirs in OF_LEADER_WORKER_SET.items():
+            if theirs in os.environ:
+                os.environ.setdefault(name, os.environ[theirs])
+    return bool(args.coordinator or os.environ.get(COORDINATOR_VARIABLE))
+
+
+def join_processes(args: argparse.Namespace) -> None:
+    """Joins the job of several processes, if flags or variables name one, once.
+
+    All but the first are silent from then on. When another is lost, this one ends.
 
     Raises:
         RequestError: the others were not found.
     """
     check_processes(args)
-    named = getattr(args, "coordinator", None)
-    if not hasattr(args, "coordinator") or not (named or os.environ.get(COORDINATOR_VARIABLE)):
+    if not names_job(args):
         return
+    # Of what a lost process makes of the others' connections, one sentence is enough.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import jax
+
+    if jax.distributed.is_initialized():
+        return
+    named = args.coordinator
 
     numbers = {"num_processes": args.num_processes, "process_id": args.process_id}
     for name, variable in (("num_processes", COUNT_VARIABLE), ("process_id", NUMBER_VARIABLE)):
@@ -143,16 +176,53 @@ def join_processes(args: argparse.Namespace) -> None:
                 raise RequestError(f"{variable} is {text!r}; it must be a whole number.")
             numbers[name] = int(text)
     try:
-        jax.distributed.initialize(named, **numbers, initialization_timeout=JOIN_S)
+        jax.distributed.initialize(
+            named,
+            **numbers,
+            initialization_timeout=JOIN_S,
+            heartbeat_timeout_seconds=LOST_S,
+        )
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise RequestError(f"the job's processes did not come together: {reason}") from None
     silent = open(os.devnull, "w")  # noqa: SIM115
     our_stdout = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(silent.fileno(), 1)  # Gloo says there whom it has met
+    _explain_aborts()
     if jax.process_index() > 0:
         args.quiet = True
     sys.stdout = silent if jax.process_index() > 0 else our_stdout
+
+
+def _explain_aborts() -> None:
+    """Lets this process end with one sentence when another one is lost.
+
+    JAX's client then aborts the process, behind a page of C++. What C++ says goes to a file of
+    memory, and to stderr only if the process aborts for another reason.
+    """
+    if not hasattr(os, "memfd_create"):
+        return
+    ours = os.dup(2)
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.flush()
+    sys.stderr = os.fdopen(os.dup(ours), "w", buffering=1, errors="backslashreplace")
+    aside = os.memfd_create("stderr")
+    os.dup2(aside, 2)
+
+    def abort(number: int) -> None:
+        said = os.pread(aside, MOST_SAID_BYTES, 0)
+        if LOST_SAID in said:
+            os.write(ours, LOST)
+            os._exit(1)
+        os.write(ours, said)
+
+    global _on_abort
+    _on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(abort)
+    ctypes.CDLL(None).signal(signal.SIGABRT, _on_abort)
+
+
+_on_abort: Any = None
+"""The handler, which must outlive its registration."""
 
 
 def make_mesh(text: str | None) -> Any:

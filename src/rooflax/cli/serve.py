@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rooflax.cli import flags, terminal
+from rooflax.cli import flags, platform, terminal
 from rooflax.cli.parser import Parser
-from rooflax.cli.session import open_async_llm
+from rooflax.cli.session import follow, open_async_llm
 from rooflax.errors import RequestError, RooflaxError, first_line
 from rooflax.fields.declaration import declarations, variable_of
 from rooflax.files import read_text
@@ -52,7 +52,7 @@ def add_flags(parser: Parser) -> None:
     flags.add_weights_budget(parser)
     flags.add_execution(parser, cached=False)
     flags.add_speculation(parser)
-    flags.add_device(parser, mesh=True)
+    flags.add_device(parser, mesh=True, hosts=True)
     flags.add_output(parser, json=False)
 
 
@@ -74,6 +74,13 @@ def run(args: argparse.Namespace) -> int:
         raise RequestError(f"--allow-lora-loading names {settings.lora_root}, which is no folder.")
     if settings.lora_root is not None and not args.loras and not args.max_loras:
         raise RequestError("--allow-lora-loading needs slots for adapters; give --max-loras.")
+    platform.check_processes(args)
+    if platform.names_job(args):
+        platform.start_jax(args)
+        import jax
+
+        if jax.process_index() > 0:
+            return _follow(args)
     from rooflax.server.listening import listen
 
     logging.basicConfig(handlers=[LogLines()], format="%(message)s", level=logging.WARNING)
@@ -88,6 +95,25 @@ def run(args: argparse.Namespace) -> int:
         from rooflax.server.run import ServerRunner
 
         return ServerRunner(settings, _loader(args, template), says).run(listener)
+
+
+def _follow(args: argparse.Namespace) -> int:
+    """Runs what process 0 runs, until that ends; a signal, which all get, waits for its drain."""
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def wait(number: int, frame: Any) -> None:
+        for each in signals:
+            signal.signal(each, _end)
+
+    for number in signals:
+        signal.signal(number, wait)
+    follow(args, **_engine_settings(args))
+    return 0
+
+
+def _engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("max_num_seqs", "max_tokens_per_step", "loras", "max_loras", "max_lora_rank")
+    return {name: getattr(args, name) for name in names}
 
 
 class LogLines(logging.Handler):
@@ -196,11 +222,9 @@ def _loader(
             tell("loading the weights")
             engine = open_async_llm(
                 args,
-                max_num_seqs=args.max_num_seqs,
                 max_waiting=args.max_waiting,
-                max_tokens_per_step=args.max_tokens_per_step,
                 max_pieces_per_s=MAX_PIECES_PER_S,
-                **{name: getattr(args, name) for name in ("loras", "max_loras", "max_lora_rank")},
+                **_engine_settings(args),
                 report=lambda program: tell(f"compiling; {program.name} is done"),
             )
         if template is not None:

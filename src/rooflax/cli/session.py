@@ -56,10 +56,21 @@ def open_async_llm(args: argparse.Namespace, **settings: Any) -> AsyncLLM:
     return llm
 
 
+def follow(args: argparse.Namespace, **settings: Any) -> None:
+    """Repeats the device calls of `open_async_llm`'s engine in process 0, until that ends."""
+    _loaded(args, *_checked(args, settings), _follow)
+
+
 def _make_llm(*args: Any, **settings: Any) -> LLM:
     from rooflax.llm import LLM
 
     return LLM(*args, **settings)
+
+
+def _follow(*args: Any, **settings: Any) -> None:
+    from rooflax.async_llm import AsyncLLM
+
+    AsyncLLM.follow(*args, **settings)
 
 
 def _make_async_llm(*args: Any, **settings: Any) -> AsyncLLM:

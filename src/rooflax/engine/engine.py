@@ -18,6 +18,7 @@ from rooflax.engine.buckets import Buckets, Shape, StepKind
 from rooflax.engine.features.feature import CallTimes, Feature
 from rooflax.engine.features.registry import FEATURES
 from rooflax.engine.features.speculation import Speculation
+from rooflax.engine.lockstep import Lockstep
 from rooflax.engine.metrics import Metrics
 from rooflax.engine.packing import StepResult, unpack_logprobs
 from rooflax.engine.request_checks import check_sequence
@@ -47,6 +48,7 @@ class Engine:
         config: what it leaves open becomes what this model needs.
         speculation: the drafter; None drafts nothing.
         features: what else the engine can do.
+        lockstep: with other processes, which repeat its device calls.
 
     Attributes:
         features: one of each, the speculation first.
@@ -58,6 +60,7 @@ class Engine:
         config: EngineConfig,
         speculation: Speculation | None = None,
         features: Seq[type[Feature]] = FEATURES,
+        lockstep: Lockstep | None = None,
     ):
         _check_layers(model, config)
         assert speculation is None or config.options.use_cache
@@ -65,13 +68,13 @@ class Engine:
         self.features = [speculation] if speculation else []
         self.features += [feature() for feature in features]
         self._states = {feature.state for feature in self.features}
-        self.has_own_clock = jax.process_count() == 1
+        self.has_own_clock = lockstep is not None or jax.process_count() == 1
         self.config = config.fitted(
             is_causal=model.config.is_causal,
             prefill_chunk=accelerator.prefill_chunk(),
             num_draft_tokens=max((f.num_lookahead_tokens for f in self.features), default=0),
         )
-        self.runner = Runner(model, self.config, **self._step_function())
+        self.runner = Runner(model, self.config, lockstep, **self._step_function())
         self.step_budget = StepBudget(self.config, has_own_clock=self.has_own_clock)
         self.scheduler = self._new_scheduler()
         self.metrics = Metrics()
@@ -252,6 +255,11 @@ class Engine:
         """
         analyses = [low.compile().memory_analysis() for _, low in self.runner.lowered()]
         return max((a.temp_size_in_bytes for a in analyses if a is not None), default=0)
+
+    def end(self, failure: str | None) -> None:
+        """Lets the processes that repeat its device calls end, with an error where it failed."""
+        if self.runner.lockstep is not None:
+            self.runner.lockstep.end(failure)
 
     @property
     def has_unfinished(self) -> bool:

@@ -20,6 +20,7 @@ from rooflax.engine.block_manager import BlockCopy
 from rooflax.engine.buckets import SMALLEST_STEP, Buckets, Shape, StepKind, bucket
 from rooflax.engine.compilation import count_compilations
 from rooflax.engine.device_steps import StepInput
+from rooflax.engine.lockstep import Lockstep
 from rooflax.engine.masks import Masks
 from rooflax.engine.offloaded_functions import step_functions
 from rooflax.engine.packing import DecodeWriter, StepLayout, StepResult, Writer
@@ -71,6 +72,8 @@ class Runner:
     """Runs steps of up to `max_num_seqs` rows and contexts of up to `max_model_len`.
 
     Args:
+        lockstep: with other processes of the job, which repeat each device call of this one, or
+            whose calls this one repeats (`follow`).
         run: what runs a list of tokens, if not `run_step`; as `StepFunctions` takes it.
 
     Attributes:
@@ -79,8 +82,14 @@ class Runner:
         lost_state: a step failed and took the cache with it.
     """
 
-    def __init__(self, model: AnyModel, config: EngineConfig, **run: Any):
-        self.model, self.config = model, config
+    def __init__(
+        self,
+        model: AnyModel,
+        config: EngineConfig,
+        lockstep: Lockstep | None = None,
+        **run: Any,
+    ):
+        self.model, self.config, self.lockstep = model, config, lockstep
         self.functions = step_functions(
             model, config.options, config.mesh, config.decode_steps, **run
         )
@@ -105,7 +114,7 @@ class Runner:
         self._decode_writers: dict[Shape, DecodeWriter] = {}
         self._wanted: set[Shape] = set()
         self._greedy = True  # while every sequence is: a program without the full sampler
-        self.reset()
+        self._reset()
 
     def _enough_blocks(self) -> tuple[int, ...]:
         """Blocks for every slot at full length."""
@@ -118,6 +127,15 @@ class Runner:
 
     def reset(self) -> None:
         """An empty cache, and all slots empty."""
+        self._tell("reset")
+        self._reset()
+
+    def _tell(self, call: str, *arrays: np.ndarray | None, **facts: Any) -> None:
+        """Tells the other processes of a device call."""
+        if self.lockstep is not None and self.lockstep.leads:
+            self.lockstep.send(call, *arrays, **facts)
+
+    def _reset(self) -> None:
         self.lost_state = False
         self.cache = self.counts = None  # before the new ones are there
         keeps = self.config.options.use_cache and self.windows
@@ -279,20 +297,54 @@ class Runner:
     ) -> StepResult:
         if self.is_fully_warm and call.shape not in self._warm:
             raise EngineError(f"A {call.shape} was not warmed up, and nothing may compile now.")
-        function = self.functions.by_kind[call.shape.kind]
         host, rows = self._inputs(call, num_steps, exchange)
         if masks is not None:
             host = replace(host, masks=masks)
-        self.lost_state = True  # donated to a program that may fail, also while its result is read
-        (packed, scores), carry = function(self.model, (self.cache, self.counts), host)
-        self.cache, self.counts = carry
+        self._tell("step", np.asarray(host.packed), masks, shape=call.shape, greedy=self._greedy)
+        packed, scores = self._run_step(call.shape, host)
         tokens = np.asarray(packed)[:, rows]
         if self.config.pooler is None:
             result = StepResult(tokens, None if scores is None else np.asarray(scores))
         else:
             result = StepResult(tokens, vectors=np.asarray(scores)[rows])
         self.lost_state = False
+        if self.lockstep is not None:
+            self.lockstep.fetched()
         return result
+
+    def _run_step(self, shape: Shape, host: StepInput) -> tuple[jax.Array, jax.Array | None]:
+        self.lost_state = True  # donated to a program that may fail, also while its result is read
+        function = self.functions.by_kind[shape.kind]
+        outputs, carry = function(self.model, (self.cache, self.counts), host)
+        self.cache, self.counts = carry
+        return outputs
+
+    def follow(self) -> None:
+        """Repeats the device calls of process 0 until it ends.
+
+        Raises:
+            EngineError: process 0 failed.
+        """
+        assert self.lockstep is not None
+        for call, facts, arrays in self.lockstep.calls():
+            match call:
+                case "step":
+                    kind, *sizes = facts["shape"]
+                    self._greedy = facts["greedy"]
+                    shape, (packed, masks) = Shape(StepKind(kind), *sizes), arrays
+                    host = self._step_input(packed, self._layout(shape))
+                    if masks is not None:
+                        host = replace(host, masks=masks)
+                    jax.block_until_ready(self._run_step(shape, host))
+                case "params":
+                    self._device_params = self._put(arrays[0])
+                case "counts":
+                    self._assign_slot(facts["slot"], arrays[0])
+                case "copy":
+                    half = len(arrays) // 2
+                    self._copy(tuple(arrays[:half]), tuple(arrays[half:]))
+                case "reset":
+                    self._reset()
 
     def _data_shards_of(self, shape: Shape) -> int:
         """Parts of the list: the data shards, where they divide it (see `nn.mesh.local_tokens`)."""
@@ -308,8 +360,11 @@ class Runner:
             packed = self._decode_writer(call.shape).write(call.sequences, num_steps, exchange)
         else:
             packed, rows = self._write(call, layout, num_steps)
+        return self._step_input(packed, layout), rows
+
+    def _step_input(self, packed: np.ndarray, layout: StepLayout) -> StepInput:
         masks = None if self._greedy else self._no_masks
-        return StepInput(packed, self._device_params, masks, layout, self._greedy), rows  # type: ignore[arg-type]
+        return StepInput(packed, self._device_params, masks, layout, self._greedy)  # type: ignore[arg-type]
 
     def _decode_writer(self, shape: Shape) -> DecodeWriter:
         if shape not in self._decode_writers:
@@ -387,6 +442,7 @@ class Runner:
                 self._load_slot(sequence, changed)
         finally:  # also of those before one that failed
             if changed:
+                self._tell("params", self._params)
                 self._device_params = self._put(self._params.copy())
 
     def _load_slot(self, sequence: Sequence, changed: set[int]) -> None:
@@ -412,6 +468,10 @@ class Runner:
         if sequence is not None:
             np.add.at(seen, sequence.output_tokens, 2)
             seen[sequence.prompt_tokens] += 1
+        self._tell("counts", seen, slot=slot)
+        self._assign_slot(slot, seen)
+
+    def _assign_slot(self, slot: int, seen: np.ndarray) -> None:
         _, self.counts = self.functions.assign_slot(None, self.counts, np.int32(slot), seen)
 
     def clear(self, sequence: Sequence) -> None:
@@ -436,6 +496,10 @@ class Runner:
             in_group = [copy for copy in copies if copy.group == group]
             sources[group][: len(in_group)] = [copy.source for copy in in_group]
             destinations[group][: len(in_group)] = [copy.destination for copy in in_group]
+        self._tell("copy", *sources, *destinations)
+        self._copy(sources, destinations)
+
+    def _copy(self, sources: tuple[np.ndarray, ...], destinations: tuple[np.ndarray, ...]) -> None:
         _, self.cache = self.functions.copy(None, self.cache, sources, destinations)
 
     def lowered(self) -> Iterator[tuple[str, jax.stages.Lowered]]:

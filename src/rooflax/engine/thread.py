@@ -188,6 +188,7 @@ class EngineThread:
             self._is_stopping = True
         self._receive_rest()
         self._end_all("abort" if self._failure is None else "error", self._failure)
+        self.engine.end(self._failure)
 
     def _serve(self) -> None:
         compiled = CompileCounts()

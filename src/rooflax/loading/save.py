@@ -6,6 +6,7 @@ whole or not at all; a tied head is not written.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import secrets
@@ -229,8 +230,18 @@ def _leaf(param: Param, weights: dict[str, Any]) -> Any:
 
 
 def replace_folder(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Fills a new folder beside `folder` and puts it in its place when it is complete."""
+    """Fills a new folder beside `folder` and puts it in its place when it is complete.
+
+    What a killed run left is cleared away; killed between the two renames, it left the old folder
+    under another name, which is put back first.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
+    beside = f".{glob.escape(folder.name)}.{'[0-9a-f]' * 12}"
+    for left in sorted(folder.parent.glob(f"{beside}.old"), key=lambda path: path.stat().st_mtime):
+        if not folder.exists():
+            os.rename(left, folder)
+    for left in (*folder.parent.glob(f"{beside}.old"), *folder.parent.glob(f"{beside}.tmp")):
+        shutil.rmtree(left, ignore_errors=True)
     new = folder.with_name(f".{folder.name}.{secrets.token_hex(6)}.tmp")
     old = new.with_suffix(".old")
     try:

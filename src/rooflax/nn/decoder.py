@@ -168,7 +168,8 @@ class Decoder:
             sizes["distance"] = NUM_BUCKETS
         for layer in dict.fromkeys(self.layers):
             for name, size in layer.axis_sizes.items():
-                assert sizes.setdefault(name, size) == size, f"layers differ in {name}"
+                first = sizes.setdefault(name, size)
+                assert first == size, f"layers differ in {name}"
         return sizes
 
     @cached_property
@@ -253,7 +254,8 @@ class Decoder:
         table |= self.per_layer.table() if self.per_layer else {}
         for layer in dict.fromkeys(self.layers):
             for key, line in layer.table.items():
-                assert table.setdefault(LAYER_PREFIX + key, line) == line, f"layers differ in {key}"
+                first = table.setdefault(LAYER_PREFIX + key, line)
+                assert first == line, f"layers differ in {key}"
         if not self.tied_embeddings and self.has_head:
             table["lm_head"] = WeightLine("vocab hidden", "lm_head.weight")
         return self.names.apply(table)

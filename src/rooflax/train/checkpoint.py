@@ -1,8 +1,9 @@
 """Training checkpoints: whole or absent, and exact.
 
 A checkpoint is a folder `step-00000100` with `state.safetensors` (weights and optimizer, float32)
-and `state.json` (step, settings, position in the log). It is written under another name, flushed
-to disk and renamed, so that whenever a run is killed the newest folder of that name is whole.
+and `state.json` (step, settings, position in the log, checksum of the arrays). It is written under
+another name, flushed to disk and renamed, so that whenever a run is killed the newest folder of
+that name is whole.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,14 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from rooflax.errors import CheckpointError
-from rooflax.files import read_regular, sync_folder
+from rooflax.files import open_regular, read_regular, sync_folder
 from rooflax.loading.safetensors import SafetensorsFile, dtype_name, write_safetensors
 from rooflax.train.step import TrainState
 
 ARRAYS, STATE = "state.safetensors", "state.json"
 _FINISHED = re.compile(r"step-(\d{8})")
 _UNFINISHED = ".unfinished-"
+CHUNK_BYTES = 1 << 20
 
 
 def save_checkpoint(folder: Path, state: TrainState, info: dict[str, Any], *, keep: int) -> Path:
@@ -48,7 +51,9 @@ def save_checkpoint(folder: Path, state: TrainState, info: dict[str, Any], *, ke
     try:
         temporary.mkdir()
         _write_arrays(temporary / ARRAYS, state)
-        _write_synced(temporary / STATE, json.dumps({"step": step, **info}, indent=2) + "\n")
+        sums = {ARRAYS: crc32_of(temporary / ARRAYS)}
+        about = {"step": step, **info, "crc32": sums}
+        _write_synced(temporary / STATE, json.dumps(about, indent=2) + "\n")
         sync_folder(temporary)
         _remove(target)
         os.rename(temporary, target)
@@ -91,20 +96,36 @@ def read_about(checkpoint: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it is missing, not JSON, or does not say where the run stood.
     """
+    info = _read_state(checkpoint)
+    if not _states_all(info):
+        raise CheckpointError(
+            f"{checkpoint / STATE} does not state step, config, loss and log_position."
+        )
+    return info
+
+
+def _read_state(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / STATE
     try:
         info = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from None
-    if not isinstance(info, dict) or not _states_all(info):
-        raise CheckpointError(f"{path} does not state step, config, loss and log_position.")
-    return info
+    return info if isinstance(info, dict) else {}
 
 
 def _states_all(info: dict[str, Any]) -> bool:
     counts = all(type(info.get(k)) is int and info[k] >= 0 for k in ("step", "log_position"))
     loss = "loss" in info and (info["loss"] is None or type(info["loss"]) is float)
     return counts and loss and isinstance(info.get("config"), dict)
+
+
+def crc32_of(path: Path) -> int:
+    """Checksum of a file."""
+    total = 0
+    with open_regular(path) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            total = zlib.crc32(chunk, total)
+    return total
 
 
 def load_state(checkpoint: Path, like: TrainState) -> TrainState:
@@ -114,9 +135,12 @@ def load_state(checkpoint: Path, like: TrainState) -> TrainState:
         like: a state of the same model and optimizer; gives structure, shapes and devices.
 
     Raises:
-        CheckpointError: the arrays are not those of `like`.
+        CheckpointError: the arrays are damaged, or not those of `like`.
     """
     file = SafetensorsFile(checkpoint / ARRAYS)
+    sums = _read_state(checkpoint).get("crc32")  # older versions state none
+    if isinstance(sums, dict) and sums.get(ARRAYS) != crc32_of(checkpoint / ARRAYS):
+        raise CheckpointError(f"{checkpoint / ARRAYS} is not what was saved: its checksum differs.")
     paths, structure = jax.tree_util.tree_flatten_with_path(like)
     names = [_name(path) for path, _ in paths]
     if sorted(names) != sorted(file.names()):

@@ -154,6 +154,7 @@ def write_corpus(
             counts["num_tokens"] += len(ids)
             counts["num_documents"] += 1
             counts["num_bytes"] += num_bytes
+        _info_path(path).unlink(missing_ok=True)  # it does not describe what comes now
     info = CorpusInfo(dtype=dtype, is_whole=is_whole, **counts)
     _info_path(path).write_text(json.dumps(asdict(info), indent=2) + "\n", encoding="utf-8")
     return info

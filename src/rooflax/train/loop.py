@@ -169,7 +169,7 @@ def run_training(
     sampler: Sampler | None = None,
     track: Callable[[dict[str, Any]], None] | None = None,
 ) -> TrainResult:
-    """Trains a model, resuming from the folder's newest checkpoint if there is one.
+    """Trains a model, resuming from the folder's newest checkpoint that is whole, if there is one.
 
     Killed at any moment and started again with the same arguments, a run gives the same losses
     as one that was not (bit for bit on CPU). SIGINT ends the step at hand, saves and returns.
@@ -191,7 +191,7 @@ def run_training(
     Raises:
         RequestError: settings that do not fit the corpus, the model or the checkpoint; or another
             run is writing to the folder.
-        CheckpointError: a checkpoint of another model.
+        CheckpointError: every checkpoint is damaged, or of another model.
         OSError: the disk is full; the newest checkpoint stays whole.
     """
     check_not_forked()
@@ -271,13 +271,13 @@ def check_same_model(saved: Any, now: dict[str, Any]) -> None:
         )
 
 
-def _finite(loss: float, step: int) -> float:
-    if not math.isfinite(loss):
+def _finite(value: float, step: int, what: str = "loss") -> float:
+    if not math.isfinite(value):
         raise EngineError(
-            f"The loss is {loss} at step {step}: the run diverged; lower the learning rate and "
+            f"The {what} is {value} at step {step}: the run diverged; lower the learning rate and "
             f"start again, or resume from the newest checkpoint with other settings."
         )
-    return loss
+    return value
 
 
 class _Run:
@@ -374,13 +374,22 @@ class _Run:
         if not checkpoints:
             remove_checkpoints(self.folder / "best")
             return state, 0
-        info = read_about(checkpoints[-1])
-        self.config.check_same(info["config"])
-        check_same_model(info.get("model"), self.architecture)
-        self.loss, self.saved_step = info["loss"], info["step"]
-        state = load_state(checkpoints[-1], state)
-        self.say_resumed(info)
-        return state, info["log_position"]
+        failures: list[CheckpointError] = []
+        for checkpoint in reversed(checkpoints):
+            try:
+                info = read_about(checkpoint)
+                self.config.check_same(info["config"])
+                check_same_model(info.get("model"), self.architecture)
+                state = load_state(checkpoint, state)
+            except CheckpointError as error:
+                failures.append(error)
+                continue
+            for passed, error in zip(reversed(checkpoints), failures, strict=False):
+                self.say(f"{passed.name} is passed over: {error}")
+            self.loss, self.saved_step = info["loss"], info["step"]
+            self.say_resumed(info)
+            return state, info["log_position"]
+        raise failures[0]
 
     def take_reference(self, *, is_resumed: bool) -> None:
         """Takes DPO's reference: log-probabilities of the answers under the model that was given,
@@ -494,6 +503,7 @@ class _Run:
         step, lr, metrics, more = self.unsettled
         self.unsettled = None
         self.loss = _finite(float(metrics.loss), step)
+        grad_norm = _finite(float(metrics.grad_norm), step, "gradient's norm")
         now = time.perf_counter()
         step_s, self.began = now - self.began, now
         self.log.write(
@@ -502,7 +512,7 @@ class _Run:
                 "tokens": step * self.config.tokens_per_step,
                 "loss": self.loss,
                 "lr": lr,
-                "grad_norm": float(metrics.grad_norm),
+                "grad_norm": grad_norm,
                 **more,
                 **{name: float(mean) for name, mean in metrics.more.items()},
                 "time": {

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import re
+import shutil
 from types import SimpleNamespace
 
 import jax
@@ -12,6 +14,7 @@ import pytest
 from rooflax import AsyncLLM
 from rooflax.engine.engine import Engine
 from rooflax.loading import hub, load, weights
+from rooflax.loading.model_info import embedded_folder
 from rooflax.loading.safetensors import TensorToWrite, write_safetensors
 from rooflax.loading.save import save_model
 from rooflax.models.initialize import random_weights
@@ -184,6 +187,34 @@ def test_padding_is_counted(rooflax, monkeypatch):
 def test_what_is_not_there_is_one_sentence(rooflax, broken):
     ran = rooflax("inspect", broken)
     assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+
+
+@pytest.mark.parametrize(
+    "name", ["with spaces", "\u00fc\u4f60 \U0001f600", "two\nlines", "-p", "a'b\"c"]
+)
+def test_folders_of_any_name_are_opened(rooflax, tmp_path, name):
+    folder = tmp_path / name
+    shutil.copytree(embedded_folder(), folder, copy_function=shutil.copyfile)
+    assert rooflax("inspect", folder).code == 0
+    os.truncate(folder / "model.safetensors", 5000)
+    ran = rooflax("inspect", folder)
+    assert ran.code == 2 and ran.err.count("\n") == 1
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_folder_that_may_not_be_read(rooflax, tmp_path):
+    (tmp_path / "m").mkdir(mode=0)
+    ran = rooflax("inspect", tmp_path / "m")
+    assert ran.code == 2 and ran.err.count("\n") == 1
+
+
+def test_files_that_are_no_model_are_one_sentence(rooflax, tmp_path):
+    np.savez(tmp_path / "model.npz", weight=np.zeros(3))
+    (tmp_path / "model.onnx").write_bytes(b"\x08\x07")
+    for path in (tmp_path / "model.npz", tmp_path / "model.onnx"):
+        ran = rooflax("inspect", path)
+        assert (ran.code, ran.out, ran.err.count("\n")) == (2, "", 1)
+        assert path.name in ran.err
 
 
 def test_models_lists_downloads_and_presets(rooflax, monkeypatch):

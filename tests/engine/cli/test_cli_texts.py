@@ -11,6 +11,7 @@ from rooflax import LLM, SamplingParams
 from rooflax.cli import terminal
 from rooflax.cli.chat_commands import HELP
 from rooflax.cli.main import VERBS
+from tests.support.disk import FULL, Disk, Killed
 
 pytestmark = pytest.mark.oldest_jax
 
@@ -81,6 +82,25 @@ def test_it_goes_on_where_it_was_killed(batch):
         assert batch.output.read_text() == whole
     ran = batch()
     assert "3 of 3 are answered already" in ran.err and batch.output.read_text() == whole
+
+
+@pytest.mark.parametrize("error", [FULL, Killed()], ids=["full", "killed"])
+def test_it_goes_on_from_every_write(batch, tmp_path, monkeypatch, error):
+    """Whichever write of the answers is the last."""
+    assert batch().code == 0
+    whole, llm = batch.output.read_text(), LLM(TINY)
+    monkeypatch.setattr("rooflax.cli.session.open_llm", lambda *_, **__: llm)
+    for fail_at in range(1, 20):
+        batch.output.unlink()
+        with Disk(tmp_path, fail_at, error, spared="prompts.jsonl").watched() as disk:
+            code = batch().code
+        if not disk.has_failed:
+            break
+        assert code in (1, 2), disk.calls
+        if batch.output.exists():
+            assert whole.startswith(batch.output.read_text())
+        assert batch().code == 0 and batch.output.read_text() == whole, disk.calls
+    assert fail_at > 4
 
 
 def test_what_is_there_is_not_replaced_without_force(batch):

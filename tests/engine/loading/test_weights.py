@@ -1,5 +1,7 @@
 """From a checkpoint's tensors to weights and back: names, waivers, rejections, memory."""
 
+import contextlib
+import itertools
 import json
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from rooflax.loading.safetensors import TensorToWrite, dtype_name, write_safeten
 from rooflax.models.presets import PRESETS
 from rooflax.ops import native
 from tests import goldens
+from tests.support.disk import FULL, Disk, Killed, touches
 
 pytestmark = pytest.mark.oldest_jax
 
@@ -413,6 +416,48 @@ def test_what_cannot_be_saved_is_rejected_and_leaves_the_old_folder(write, tmp_p
     assert same(load(tmp_path / "saved"), model)
     assert not (tmp_path / "new").exists()
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_a_kill_or_a_full_disk_at_every_step_of_saving(write, tmp_path):
+    """Afterwards there is the old model or the new one, or, between two renames, none until the
+    next one is saved; nothing else stays."""
+    model = load(write("llama_gqa"))
+    old, new = (load(tmp_path / "m", quantize=quantize) for quantize in ("int8", "int4"))
+    (tmp_path / "all").mkdir()
+    save(old, tmp_path / "all" / "saved")
+    all_calls = touches(tmp_path / "all", lambda: save(new, tmp_path / "all" / "saved"))
+    points = [at for at, name in enumerate(all_calls, 1) if name != "write" or at % 5 == 0]
+    assert {"mkdir", "open", "write", "fsync", "replace", "rename", "rmtree"} <= {*all_calls}
+    for error, fail_at in itertools.product((FULL, Killed()), points):
+        root = tmp_path / f"{type(error).__name__}{fail_at}"
+        root.mkdir()
+        save(old, root / "saved", dtype="float32")
+        with Disk(root, fail_at, error).watched() as disk, contextlib.suppress(OSError, Killed):
+            save(new, root / "saved", dtype="float32")
+        assert disk.has_failed
+        if error is FULL or (root / "saved").exists():
+            saved = load(root / "saved")
+            assert same(saved, old) or same(saved, new), disk.calls
+        removes = all_calls[fail_at - 1] in ("rmtree", "rmdir", "unlink")  # it needs no room
+        if error is FULL and not removes:
+            assert [path.name for path in root.iterdir()] == ["saved"], disk.calls
+        save(model, root / "saved")
+        assert [path.name for path in root.iterdir()] == ["saved"], disk.calls
+
+
+def test_what_a_kill_left_between_two_renames_is_put_back(write, tmp_path):
+    old, new = load(write("llama_gqa"), quantize="int8"), load(write("llama_gqa", name="n"))
+    root = tmp_path / "root"
+    save(old, root / "saved", dtype="float32")
+    calls = touches(root, lambda: save(new, root / "saved"))
+    second = [at for at, name in enumerate(calls, 1) if name == "rename"][1]
+    save(old, root / "saved", dtype="float32")
+    with Disk(root, second, Killed()).watched(), pytest.raises(Killed):
+        save(new, root / "saved")
+    assert not (root / "saved").exists()
+    with Disk(root, 5).watched(), pytest.raises(OSError, match="No space left"):
+        save(new, root / "saved")
+    assert same(load(root / "saved"), old)
 
 
 def test_a_sharded_checkpoint_is_the_same_model(write, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,6 +24,17 @@ sys.meta_path = [f for f in sys.meta_path if "editable" not in type(f).__module_
 import resource
 if "MOST_BYTES" in os.environ:  # of a file, as on a disk that is full
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(os.environ["MOST_BYTES"]),) * 2)
+if "KILLED_AT" in os.environ:
+    import signal
+    from tests.support.disk import Disk
+    class Kill(Disk):
+        def touch(self, name):
+            self.calls.append(name)
+            if len(self.calls) == self.fail_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+    where = os.environ["ROOFLAX_CACHE_DIR"]
+    watched = Kill(where, int(os.environ["KILLED_AT"])).watched()
+    watched.__enter__()
 import rooflax.models.initialize as initialize
 initialize.DEVIATION = float(os.environ.get("DEVIATION", "0.02"))
 if "JAXLIB" in os.environ:
@@ -36,13 +48,25 @@ print(json.dumps({"compilations": done.timings["compilations"], "tokens": done.t
 """
 
 
-def run(source: Path, cache: Path, **env: str) -> dict:
-    """Generates in a new process, with the package taken from `source`."""
+def run(source: Path, cache: Path, killed_at: int = 0, **env: str) -> dict:
+    """Generates in a new process, with the package taken from `source`.
+
+    Args:
+        killed_at: the write to the cache, from 1 on, that is the process's last; 0 is none.
+    """
     full = {**os.environ, "PYTHONPATH": str(source), "ROOFLAX_CACHE_DIR": str(cache), **env}
     full.pop("JAX_COMPILATION_CACHE_DIR", None)
+    if killed_at:
+        full |= {"KILLED_AT": str(killed_at), "PYTHONPATH": f"{source}:{ROOT}"}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=full, capture_output=True, text=True, check=True
+        [sys.executable, "-c", SCRIPT],
+        env=full,
+        capture_output=True,
+        text=True,
+        check=not killed_at,
     )
+    if done.returncode == -signal.SIGKILL:
+        return {}
     result = json.loads(done.stdout) | {"said": done.stderr}
     assert Path(result["home"]).is_relative_to(source)
     return result

@@ -1,7 +1,6 @@
 """Checkpoints: whole or absent, whatever goes wrong and whenever."""
 
 import contextlib
-import errno
 import json
 import os
 import random
@@ -18,13 +17,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rooflax import files
 from rooflax.errors import CheckpointError, RequestError
-from rooflax.train import checkpoint, loop
-from rooflax.train.checkpoint import list_checkpoints, load_state, read_about, save_checkpoint
+from rooflax.train import loop
+from rooflax.train.checkpoint import (
+    crc32_of,
+    list_checkpoints,
+    load_state,
+    read_about,
+    save_checkpoint,
+)
 from rooflax.train.log import read_log
 from rooflax.train.loop import run_training
 from rooflax.train.step import TrainState
+from tests.support.disk import FULL, Disk, Killed, touches
 from tests.support.train import tiny
 
 pytestmark = pytest.mark.oldest_jax
@@ -56,7 +61,9 @@ def is_whole(folder, step):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(state_of(step)), strict=True):
         np.testing.assert_array_equal(a, b)
         assert a.dtype == b.dtype
-    assert read_about(newest) == {"step": step, **info(step)}
+    about = read_about(newest)
+    assert about.pop("crc32") == {"state.safetensors": crc32_of(newest / "state.safetensors")}
+    assert about == {"step": step, **info(step)}
     return newest.name == f"step-{step:08d}"
 
 
@@ -110,79 +117,13 @@ def test_only_finished_checkpoints_are_listed(tmp_path):
     assert not [name for name in names(tmp_path) if name.startswith(".")]
 
 
-class Failing:
-    """Lets the calls that touch the disk fail from the n-th on, and counts them."""
-
-    def __init__(self, monkeypatch, fail_at, error):
-        self.calls, self.fail_at, self.error = [], fail_at, error
-        for name in ("rename", "replace", "fsync", "mkdir"):
-            self._wrap(monkeypatch, os, name)
-        for module in (checkpoint, files):
-            monkeypatch.setattr(module, "open", self._open, raising=False)
-
-    def touch(self, name):
-        self.calls.append(name)
-        if len(self.calls) == self.fail_at:
-            raise self.error
-
-    def is_over(self):
-        return self.fail_at is not None and len(self.calls) >= self.fail_at
-
-    def _wrap(self, monkeypatch, module, name):
-        real = getattr(module, name)
-
-        def call(*args, **kwargs):
-            self.touch(name)
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(module, name, call)
-
-    def _open(self, *args, **kwargs):
-        self.touch("open")
-        file = open(*args, **kwargs)  # noqa: SIM115
-        if "r" in file.mode and "+" not in file.mode:
-            return file
-        return _FailingFile(file, self)
-
-
-class _FailingFile:
-    def __init__(self, file, failing):
-        self.file, self.failing = file, failing
-
-    def write(self, data):
-        half = data[: len(data) // 2]
-        self.file.write(half)  # a full disk takes what still fits
-        self.failing.touch("write")
-        return self.file.write(data[len(half) :])
-
-    def __enter__(self):
-        self.file.__enter__()
-        return self
-
-    def __exit__(self, *error):
-        return self.file.__exit__(*error)
-
-    def __getattr__(self, name):
-        return getattr(self.file, name)
-
-
-def count_calls(folder):
-    with pytest.MonkeyPatch.context() as patch:
-        failing = Failing(patch, None, None)
-        save(folder, 2)
-    return failing.calls
-
-
 def test_the_steps_of_saving(tmp_path):
     """So that the next two tests fail at what really happens."""
     save(tmp_path, 1)
-    calls = count_calls(tmp_path)
+    calls = touches(tmp_path, lambda: save(tmp_path, 2))
     assert {*calls} == {"mkdir", "open", "write", "fsync", "replace", "rename"}
     assert calls.index("rename") > calls.index("replace") > calls.index("write")
     assert len(calls) > 12
-
-
-FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_full_disk_at_every_step_of_saving(tmp_path):
@@ -190,30 +131,25 @@ def test_a_full_disk_at_every_step_of_saving(tmp_path):
     for fail_at in range(1, 100):
         folder = tmp_path / str(fail_at)
         save(folder, 1)
-        with pytest.MonkeyPatch.context() as patch:
-            failing = Failing(patch, fail_at, FULL)
+        with Disk(folder, fail_at).watched() as disk:
             raised = True
-            with contextlib.suppress(type(FULL)):
+            with contextlib.suppress(OSError):
                 save(folder, 2)
                 raised = False
-        if len(failing.calls) < fail_at:
+        if not disk.has_failed:
             break
         if raised:  # the old one is the newest, and nothing else is left
             assert is_whole(folder, 1), fail_at
-            assert names(folder) == ["step-00000001"], failing.calls
-        else:  # the folder was there; flushing it is not offered by every file system
-            assert fail_at == 1 or failing.calls[fail_at - 1] == "fsync"
+            assert names(folder) == ["step-00000001"], disk.calls
+        else:  # flushing a folder is not offered by every file system
+            assert disk.calls[fail_at - 1] == "fsync"
             assert is_whole(folder, 2), fail_at
-        outcomes.add((failing.calls[fail_at - 1], raised))
+        outcomes.add((disk.calls[fail_at - 1], raised))
         save(folder, 3)  # room again
         assert is_whole(folder, 3)
     assert {(name, True) for name in ("mkdir", "open", "write", "fsync", "replace", "rename")} <= (
         outcomes
     )
-
-
-class Killed(BaseException):
-    """Nothing after it is done."""
 
 
 def test_a_kill_at_every_step_of_saving(tmp_path):
@@ -222,33 +158,17 @@ def test_a_kill_at_every_step_of_saving(tmp_path):
         folder = tmp_path / str(fail_at)
         for step in (1, 2):
             save(folder, step)
-        with pytest.MonkeyPatch.context() as patch:
-            failing = Failing(patch, fail_at, Killed())
-
-            def remove_half(path, failing=failing, **kwargs):
-                if failing.is_over():
-                    return
-                (path / "state.json").unlink(missing_ok=True)
-                failing.touch("rmtree")
-
-            patch.setattr(shutil, "rmtree", remove_half)
-            patch.setattr(Path, "unlink", unless_over(Path.unlink, failing))
-            with contextlib.suppress(Killed):
-                save(folder, 2 if fail_at % 2 else 3)
-                assert not failing.is_over()
-        if len(failing.calls) < fail_at - 1:
+        with Disk(folder, fail_at, Killed()).watched() as disk, contextlib.suppress(Killed):
+            save(folder, 2 if fail_at % 2 else 3)
+        if not disk.has_failed:
             break
+        assert len(list_checkpoints(folder)) >= 1, disk.calls
         for path in list_checkpoints(folder):
             read(path)
-        assert len(list_checkpoints(folder)) >= 1, failing.calls
         save(folder, 4, keep=1)
         assert is_whole(folder, 4)
         assert names(folder) == ["step-00000004"]
     assert fail_at > 12
-
-
-def unless_over(function, failing):
-    return lambda *args, **kwargs: None if failing.is_over() else function(*args, **kwargs)
 
 
 def test_a_file_that_may_not_grow(tmp_path):
@@ -287,6 +207,19 @@ class TestDamage:
         data = (path / "state.safetensors").read_bytes()
         (path / "state.safetensors").write_bytes(data[:kept])
         self.rejected(path, r"state\.safetensors")
+
+    @pytest.mark.parametrize("at", [-1, -40, 200])
+    def test_a_flipped_bit_in_the_arrays(self, path, at):
+        data = bytearray((path / "state.safetensors").read_bytes())
+        data[at] ^= 4
+        (path / "state.safetensors").write_bytes(data)
+        self.rejected(path, r"state\.safetensors (is not what was saved|is not a valid)")
+
+    def test_one_of_an_older_version_has_no_checksum(self, path):
+        about = read_about(path)
+        del about["crc32"]
+        (path / "state.json").write_text(json.dumps(about))
+        assert read(path)[0] == about
 
     def test_missing_arrays(self, path):
         (path / "state.safetensors").unlink()
@@ -447,10 +380,30 @@ class TestResuming:
             folder, corpora, RequestError, "intermediate_size is 60", intermediate_size=60
         )
 
-    def test_from_a_damaged_checkpoint(self, folder, corpora):
-        arrays = folder / "checkpoints" / "step-00000009" / "state.safetensors"
-        arrays.write_bytes(arrays.read_bytes()[:-100])
-        self.rejected(folder, corpora, CheckpointError, r"state\.safetensors is not a valid")
+    @pytest.mark.parametrize("damage", ["cut", "flipped", "without arrays", "without state"])
+    def test_from_the_one_before_a_damaged_checkpoint(self, folder, uninterrupted, corpora, damage):
+        newest = folder / "checkpoints" / "step-00000009"
+        arrays, said = newest / "state.safetensors", []
+        data = arrays.read_bytes()
+        match damage:
+            case "cut":
+                arrays.write_bytes(data[:-100])
+            case "flipped":
+                arrays.write_bytes(data[:-100] + bytes([data[-100] ^ 1]) + data[-99:])
+            case "without arrays":
+                arrays.unlink()
+            case "without state":
+                (newest / "state.json").unlink()
+        run_training(tiny.make_model(), CONFIG, *corpora, folder, say=said.append)
+        assert said[0].startswith("step-00000009 is passed over: ") and "\n" not in said[0]
+        assert said[1] == "resumes from step 6 of 9"
+        assert_same_run(folder, uninterrupted[0])
+
+    def test_where_all_are_damaged(self, folder, corpora):
+        for arrays in folder.glob("checkpoints/*/state.safetensors"):
+            arrays.write_bytes(arrays.read_bytes()[:-100])
+        match = r"step-00000009/state\.safetensors is not"
+        self.rejected(folder, corpora, CheckpointError, match)
 
     def test_with_a_log_that_was_cut(self, folder, corpora):
         log = folder / "log.jsonl"

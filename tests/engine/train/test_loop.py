@@ -8,12 +8,15 @@ import shutil
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rooflax.errors import CheckpointError, RequestError
+from rooflax.errors import CheckpointError, EngineError, RequestError
+from rooflax.train import loop
 from rooflax.train.data import Rows
 from rooflax.train.log import TrainLog, read_log
 from rooflax.train.loop import run_training, write_curves
@@ -342,6 +345,32 @@ def test_an_empty_log_has_no_curves(tmp_path, capsys):
     assert not (tmp_path / "curves.png").exists()
     assert "nothing yet" in (tmp_path / "report.html").read_text()
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", ["loss", "grad_norm"])
+def test_what_is_not_finite_ends_the_run_and_is_not_saved(corpora, tmp_path, monkeypatch, name):
+    real = loop.make_train_step
+
+    def make(*args):
+        step = real(*args)
+
+        def train_step(state, *rest):
+            number = int(state.step)
+            state, metrics = step(state, *rest)
+            broken = {name: jnp.float32(np.nan)} if number == 5 else {}
+            return state, replace(metrics, **broken)
+
+        return train_step
+
+    monkeypatch.setattr(loop, "make_train_step", make)
+    config = tiny.settings(steps=9, checkpoint_every=1)
+    with pytest.raises(EngineError, match=rf"{WORDS[name]} is nan at step 6: the run diverged"):
+        run_training(tiny.make_model(), config, *corpora, tmp_path)
+    newest = loop.list_checkpoints(tmp_path / "checkpoints")[-1]
+    assert newest.name == "step-00000005"
+
+
+WORDS = {"loss": "The loss", "grad_norm": "The gradient's norm"}
 
 
 def test_log_lines_are_on_disk_at_once_and_cut_back(tmp_path):

@@ -20,6 +20,17 @@ def test_c13_another_jaxlib_or_flag_compiles_again(cache: Path, env: dict[str, s
     assert run(ROOT / "src", cache, **env)["compilations"] >= 1
 
 
+def test_c13_killed_at_every_write_it_compiles_again(cache: Path, tmp_path: Path) -> None:
+    for number in range(1, 100):
+        folder = tmp_path / str(number)
+        if run(ROOT / "src", folder, number):
+            break
+        found = run(ROOT / "src", folder)
+        assert found["tokens"] == tokens_of(cache)
+        assert run(ROOT / "src", folder)["compilations"] == 0
+    assert number > 3
+
+
 def test_c13_a_full_disk_keeps_nothing(cache: Path, tmp_path: Path) -> None:
     found = run(ROOT / "src", tmp_path, MOST_BYTES="1000")
     assert found["tokens"] == tokens_of(cache) and found["compilations"] >= 1

@@ -10,6 +10,7 @@ import yaml
 
 import rooflax
 from rooflax.cli.main import parser_of
+from rooflax.cli.platform import LEADER_PORT
 from rooflax.fields.declaration import variable_of
 from tests.support.product.manifests import documents
 from tests.support.product.snippets import ROOT
@@ -35,6 +36,25 @@ def test_flags_and_variables_are_the_servers(pod):
     image = (DEPLOY / "docker" / "Dockerfile").read_text(encoding="utf-8")
     named = {*service["environment"], *re.findall(r"\b(ROOFLAX_\w+)=", image)}
     assert named <= variables | {"ROOFLAX_CACHE_DIR"}
+
+
+def test_pods_of_several_hosts_run_one_command_and_the_first_has_the_probes(pod):
+    of = documents("several-hosts.yaml")
+    template = of["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]
+    leader, worker = (template[f"{role}Template"]["spec"] for role in ("leader", "worker"))
+    (first,), (other,) = leader["containers"], worker["containers"]
+    args = parser_of("serve").parse_args(first["args"])
+    assert other["args"] == first["args"] and args.mesh == "tensor=16"
+    gpus = int(first["resources"]["limits"]["nvidia.com/gpu"])
+    assert template["size"] * gpus == 16 and other["resources"] == first["resources"]
+    assert {port["containerPort"] for port in first["ports"]} == {args.port, LEADER_PORT}
+    for name in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert first[name] == pod["containers"][0][name] and name not in other
+    assert template["restartPolicy"] == "RecreateGroupOnPodRestart"
+    for each in (leader, worker):
+        assert each["terminationGracePeriodSeconds"] >= args.drain_s + 10
+    selector = of["Service"]["spec"]["selector"]
+    assert selector == template["leaderTemplate"]["metadata"]["labels"]
 
 
 def test_a_pod_ends_after_its_drain(pod):

@@ -15,6 +15,7 @@ from rooflax.cli.main import main
 from rooflax.errors import EngineError
 from rooflax.server.errors import ENGINE_FAILED
 from tests.engine.cli.test_cli_flags import flags_of
+from tests.support.disk import FULL, Disk, Killed
 from tests.support.server.hostile import answering, whole
 
 
@@ -69,6 +70,30 @@ def test_it_goes_on_behind_what_is_there(asked, scripted, tmp_path):
     assert len(scripted.asked) == 3 and len(found) == 5
     scripted.asked.clear()
     assert len(asked(GOOD, "--force")[2]) == len(scripted.asked) == 5
+
+
+@pytest.mark.parametrize("error", [FULL, Killed()], ids=["full", "killed"])
+def test_it_goes_on_from_every_write(asked, tmp_path, error):
+    """Whichever write of the answers is the last: each request has one good answer in the end."""
+    cut = '{"id": "batch_req_1", "custom_id": "r2", "resp'
+    for fail_at in range(1, 40):
+        (tmp_path / "out").unlink(missing_ok=True)
+        asked(GOOD[:2])
+        with (tmp_path / "out").open("a") as file:
+            file.write(cut)  # so that the next run begins by replacing the file
+        with Disk(tmp_path, fail_at, error, spared="in").watched() as disk:
+            try:
+                code, _, found = asked(GOOD)
+            except ValueError:  # a line that was cut
+                code = 1
+        if not disk.has_failed:
+            assert code == 0
+            break
+        assert code in (1, 2), disk.calls
+        code, _, found = asked(GOOD)
+        assert code == 0 and set(found) == {f"r{i}" for i in range(5)}, disk.calls
+        assert len((tmp_path / "out").read_text().splitlines()) == 5
+    assert fail_at > 8
 
 
 def test_a_busy_server_is_asked_again(asked, scripted, live, monkeypatch):

@@ -19,6 +19,7 @@ from tests.engine.cli.test_cli_flags import (
     LAYERS,
     LENGTH,
     PRECISION,
+    PROCESSES,
     QUANTIZE,
     TINY,
     flags_of,
@@ -36,7 +37,7 @@ FLAGS = FINDING | CHECK | LENGTH | PRECISION | QUANTIZE | BUDGET | LAYERS | DRAF
     "--max-inflight-per-key": ["3"], "--max-body-bytes": ["1000"],
     "--lora": ["x=DIR"], "--max-loras": ["2"], "--max-lora-rank": ["4"],
     "--allow-lora-loading": (["KEYS"], "--allow-lora-loading names KEYS, which is no folder"),
-}  # fmt: skip
+} | PROCESSES  # fmt: skip
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Token files and packed rows."""
 
+import contextlib
 import json
 import math
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from rooflax.train.data import (
     separator_of,
 )
 from rooflax.train.data import write_corpus as write_encoded
+from tests.support.disk import FULL, Disk, Killed
 from tests.support.train import tiny
 
 END = 9  # the separator in hand-written rows
@@ -214,6 +216,30 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path):
     with pytest.raises(OSError, match="No space"):
         write_corpus(path, texts(), fake_tokenizer(300), 0)
     assert open_corpus(path).tokens.tolist() == [97, 98, 99, 0]
+
+
+@pytest.mark.parametrize("error", [FULL, Killed()], ids=["full", "killed"])
+def test_a_write_that_ends_anywhere_leaves_a_corpus_or_one_that_is_rejected(tmp_path, error):
+    """The tokens, their flags and their description are three files; they are not mixed."""
+    old, new = ["abc", "d"], ["x", "yzw"]  # as many tokens, and other flags
+    for fail_at in range(1, 40):
+        path = tmp_path / str(fail_at) / "a.bin"
+        path.parent.mkdir()
+        write_corpus(path, old, fake_tokenizer(300), 0)
+        disk = Disk(path.parent, fail_at, error)
+        with disk.watched(), contextlib.suppress(OSError, Killed):
+            write_corpus(path, new, fake_tokenizer(300), 0)
+        try:
+            tokens = open_corpus(path).tokens.tolist()
+        except CheckpointError:
+            tokens = None
+        assert tokens in (None, [97, 98, 99, 0, 100, 0], [120, 0, 121, 122, 119, 0])
+        if tokens is not None:
+            starts = np.flatnonzero(open_corpus(path).flags & STARTS).tolist()
+            assert starts == ([0, 4] if tokens[0] == 97 else [0, 2]), disk.calls
+        if not disk.has_failed:
+            break
+    assert fail_at > 12 and tokens is not None
 
 
 class TestDamagedFiles:

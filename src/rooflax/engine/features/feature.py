@@ -44,7 +44,7 @@ class Core(Protocol):
     scheduler: Scheduler
     metrics: Metrics
     has_own_clock: bool
-    """Whether this is the only process; several must all choose alike, and clocks differ."""
+    """Whether no other process chooses too; several must all choose alike, and clocks differ."""
 
     def isolates(self, error: BaseException) -> bool:
         """Whether a fault costs its requests, or here its feature, and not the engine."""

@@ -1,0 +1,125 @@
+"""`Lockstep`: one engine over the devices of several processes.
+
+Process 0 has the engine; the others repeat its device calls on their own devices. What a call is
+made of goes through the key-value store of JAX's distributed client, and the call itself is one
+program over the mesh. This module knows no requests and no sequences.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import distributed
+
+from rooflax.errors import EngineError, RequestError
+
+ROOT = "rooflax"
+WAIT_MS = 10_000
+"""How long one question waits for its answer; it is asked again, as long as the job lives."""
+GROUP = 64
+"""Calls whose keys are deleted together."""
+END = "end"
+Call = tuple[str, dict[str, Any], list[np.ndarray]]
+"""A call's name, its facts and its arrays."""
+
+
+class Lockstep:
+    """This process's end of the channel from process 0 to all.
+
+    Attributes:
+        leads: whether this is process 0.
+    """
+
+    def __init__(self) -> None:
+        self._client: Any = distributed.global_state.client
+        self.rank, self.leads = jax.process_index(), jax.process_index() == 0
+        self._num_sent = self._num_done = self._num_deleted = 0
+
+    def agree(self, facts: Mapping[str, Any]) -> None:
+        """Checks that every process was started alike.
+
+        Raises:
+            RequestError: naming the first fact that differs.
+        """
+        for number, text in enumerate(self._exchange("facts", json.dumps(facts).encode())):
+            others: dict[str, Any] = json.loads(text)
+            for name, value in json.loads(json.dumps(facts)).items():
+                if others.get(name) != value:
+                    raise RequestError(
+                        f"{name} is {value!r} in process {self.rank} and {others.get(name)!r} in "
+                        f"process {number}; start all processes of a job alike."
+                    )
+
+    def least(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """The least of each number over all processes."""
+        every = map(json.loads, self._exchange("numbers", json.dumps(list(numbers)).encode()))
+        return tuple(map(min, zip(*every, strict=True)))
+
+    def send(self, name: str, *arrays: np.ndarray | None, **facts: Any) -> None:
+        """Tells the other processes of a call that this one makes now.
+
+        Args:
+            facts: JSON values.
+        """
+        shapes = [None if a is None else [a.dtype.str, list(a.shape)] for a in arrays]
+        head = json.dumps({"call": name, "facts": facts, "arrays": shapes}).encode()
+        parts = [head, b"\n", *(a.tobytes() for a in arrays if a is not None)]
+        self._client.key_value_set_bytes(_key(self._num_sent), b"".join(parts))
+        self._num_sent += 1
+
+    def fetched(self) -> None:
+        """The latest call's result is here, so that every process has read all calls until then."""
+        self._num_done = self._num_sent
+        while self._num_deleted + GROUP <= self._num_done:
+            self._client.key_value_delete(f"{ROOT}/calls/{self._num_deleted // GROUP}/")
+            self._num_deleted += GROUP
+
+    def end(self, failure: str | None) -> None:
+        """Ends `calls` in the other processes, with an error where the engine failed."""
+        self.send(END, failure=failure)
+
+    def calls(self) -> Iterator[Call]:
+        """What process 0 does, in order.
+
+        Raises:
+            EngineError: process 0 failed.
+        """
+        number = 0
+        while True:
+            head, _, data = self._get(_key(number)).partition(b"\n")
+            stated, arrays, at = json.loads(head), [], 0
+            for each in stated["arrays"]:
+                if each is None:
+                    arrays.append(None)
+                    continue
+                dtype, shape = np.dtype(each[0]), each[1]
+                count = int(np.prod(shape, dtype=np.int64))
+                arrays.append(np.frombuffer(data, dtype, count, at).reshape(shape))
+                at += count * dtype.itemsize
+            if stated["call"] == END:
+                if stated["facts"]["failure"] is not None:
+                    raise EngineError(f"process 0 ended: {stated['facts']['failure']}")
+                return
+            yield stated["call"], stated["facts"], arrays
+            number += 1
+
+    def _exchange(self, what: str, value: bytes) -> list[bytes]:
+        """What each process says, this one `value`; all of them have to ask."""
+        self._client.key_value_set_bytes(f"{ROOT}/{what}/{self.rank}", value)
+        return [self._get(f"{ROOT}/{what}/{number}") for number in range(jax.process_count())]
+
+    def _get(self, key: str) -> bytes:
+        while True:
+            try:
+                return self._client.blocking_key_value_get_bytes(key, WAIT_MS)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise EngineError(f"process 0 cannot be reached: {error}") from None
+
+
+def _key(number: int) -> str:
+    return f"{ROOT}/calls/{number // GROUP}/{number}"

@@ -60,9 +60,13 @@ def page(text: str) -> str:
     """docs/gpu.md with the tables as they are now."""
     sys.path.insert(0, str(ROOT / "tools"))
     import gpu_estimate
+    import gpu_speed
 
-    table = newest()
+    table, law = newest(), gpu_speed.LAW
     tables = kernels_and_steps(table) + gpu_estimate.tables(table)
+    fitted, predicted = gpu_speed.measured(), gpu_speed.predicted(law)
+    for lines in (gpu_speed.table(fitted, law), gpu_speed.predictions(predicted)):
+        tables.append("".join(f"{line}\n" for line in lines))
     for each in tables:
         head = each.split(" |", 2)[:2]
         begin = re.escape(" |".join(head))

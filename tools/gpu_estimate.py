@@ -3,8 +3,8 @@
     python tools/gpu_estimate.py
 
 A step reads its weights, and while it reads it multiplies; then each launch costs what beginning,
-filling and draining a kernel takes. Both constants are fitted to kernels of bfloat16, w8a8 and w4a8
-on an H200 (docs/gpu.md), not to any step.
+filling and draining a kernel takes. Both constants are those of the kernels' law (gpu_speed.py),
+not fitted to any step.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import gpu_docs
 from gpu_docs import Table
+from gpu_speed import LAW
 
-BYTES_PER_S = 3.53e12
+BYTES_PER_S = 1e6 * LAW.bytes_per_us
 LANES_PER_S = 132 * 128 * 1.98e9
 """Instructions of threads: each multiprocessor issues four a cycle, for 32 threads each."""
-LAUNCH_S = 3.06e-6
+LAUNCH_S = 1e-6 * LAW.launch
 
 
 @dataclass(frozen=True)

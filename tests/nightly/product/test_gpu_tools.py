@@ -1,9 +1,12 @@
 """What the tools say of GPU programs: of machine code, of HLO, of a step's time; and docs/gpu.md's
 tables are the committed ones."""
 
+from dataclasses import replace
+
 import pytest
 
-from tools import gpu_estimate, hlo, sass
+from tools import gpu_estimate, gpu_speed, hlo, sass
+from tools.gpu_speed import Law, Work
 
 
 def code(*lines):
@@ -135,6 +138,48 @@ def test_launches_at_most():
     assert hlo.launches(text, "decode", asked=True)["sort"] == 0
 
 
+def test_every_measured_kernel_is_within_the_law():
+    """Of both runs of the card; a law that is a fifth slower is not."""
+    rows = gpu_speed.measured()
+    assert len(rows) >= 55 and {row.run for row in rows} == {"first", "second"}
+    assert gpu_speed.outside(rows, gpu_speed.LAW) == []
+    slower = replace(gpu_speed.LAW, bytes_per_us=gpu_speed.LAW.bytes_per_us / 1.5)
+    assert "linear bfloat16 rows 1" in gpu_speed.outside(rows, slower)
+
+
+LAW = Law(
+    launch=3.0, other=2.0, bytes_per_us=1e6, issue=1.0, access=3.0, alone=0.5, latency=1.0,
+    product=0.25, together=0.5, overlap=1.0,
+)  # fmt: skip
+CYCLE = 1e6 / gpu_speed.CYCLES_PER_S
+
+
+def test_what_the_law_says_of_a_stream_and_of_waves():
+    """10 MB; then three waves of one program a multiprocessor, whose warps wait for memory."""
+    assert LAW.seconds([Work(132, 4, 1, nbytes=1e7)], 1) == pytest.approx(15e-6)
+    waits = Work(132 * 2 + 1, 4, 1, turns=5, body=100, loads=2)
+    each = 5 * (100 * CYCLE / 0.5 + 2)
+    assert LAW.kernel(waits) == pytest.approx(3 + 3 * each)
+    one = Work(132 * 8, 4, 8, turns=5, body=100, slow=10, accesses=2)  # eight warps a scheduler
+    assert LAW.kernel(one) == pytest.approx(3 + 5 * 8 * (100 + 10 + 3 * 2) * CYCLE)
+    assert LAW.kernel(replace(one, head=50)) == pytest.approx(LAW.kernel(one) + 8 * 50 * CYCLE)
+
+
+def test_tensor_cores_and_instructions_overlap_by_a_share():
+    flops = 1e-6 * gpu_speed.FLOPS_PER_S / gpu_speed.MULTIPROCESSORS  # a microsecond
+    work = Work(132, 32, 1, turns=2, body=100, waits=1, flops=flops)
+    issue = 8 * 100 * CYCLE
+    busy = 2 * (1 + 0.5 * issue) + 2 * 0.25 / 8  # warpgroups wait in turn
+    assert LAW.kernel(work) == pytest.approx(3 + busy)
+
+
+def test_a_fit_finds_a_constant_again():
+    rows = gpu_speed.measured()
+    moved = replace(gpu_speed.LAW, bytes_per_us=gpu_speed.LAW.bytes_per_us * 1.4)
+    assert gpu_speed.outside(rows, moved)
+    assert gpu_speed.outside(rows, gpu_speed.fit(rows, moved)) == []
+
+
 def table():
     """Six launches a layer and ten besides, two instructions a weight."""
     models = gpu_estimate.MODELS
@@ -146,13 +191,14 @@ def table():
 
 
 def test_a_step_reads_multiplies_and_launches():
-    """7.5e9 weights of bfloat16: 15 GB at 3.53 TB/s, less at 33.5e12 instructions a second, and 202
-    launches of 3.06 us."""
+    """7.5e9 weights of bfloat16: 15 GB of the law's stream, less at 33.5e12 instructions a second,
+    and 202 of its launches."""
     _, _, bf16, *_ = gpu_estimate.of_one_row(table())
-    reads, multiplies = 15e9 / 3.53e12, 15e9 / (132 * 128 * 1.98e9)
+    law = gpu_speed.LAW
+    reads, multiplies = 15e3 / law.bytes_per_us, 15e9 / (132 * 128 * 1.98e9)
     launches = 32 * 6 + 10
-    total = reads + launches * 3.06e-6
-    room = (reads / 0.75 - reads) / 3.06e-6
+    total = reads + launches * 1e-6 * law.launch
+    room = (reads / 0.75 - reads) / (1e-6 * law.launch)
     cells = [f"{reads * 1e3:.2f} ms", f"{multiplies * 1e3:.2f} ms", f"{launches}"]
     cells += [f"{total * 1e3:.2f} ms", f"{reads / total:.0%}", "75%", f"{room:.0f}"]
     assert bf16.split(" | ")[1:] == [*cells[:-1], f"{cells[-1]} |"]

@@ -19,7 +19,7 @@ from rooflax.errors import EngineError, RequestError
 
 ROOT = "rooflax"
 WAIT_MS = 10_000
-"""How long one question waits for its answer; it is asked again, as long as the job lives."""
+"""Milliseconds of one wait for an answer; it is asked for again, as long as the job lives."""
 GROUP = 64
 """Calls whose keys are deleted together."""
 END = "end"
@@ -83,7 +83,7 @@ class Lockstep:
         self.send(END, failure=failure)
 
     def calls(self) -> Iterator[Call]:
-        """What process 0 does, in order.
+        """Yields the calls of process 0, in order.
 
         Raises:
             EngineError: process 0 failed.
@@ -108,7 +108,7 @@ class Lockstep:
             number += 1
 
     def _exchange(self, what: str, value: bytes) -> list[bytes]:
-        """What each process says, this one `value`; all of them have to ask."""
+        """Values of all processes, of this one `value`; all of them have to ask."""
         self._client.key_value_set_bytes(f"{ROOT}/{what}/{self.rank}", value)
         return [self._get(f"{ROOT}/{what}/{number}") for number in range(jax.process_count())]
 

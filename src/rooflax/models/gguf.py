@@ -289,7 +289,7 @@ class MetadataReader:
             self.expect(f"{dense}_feat_in", shape[1])
 
     def encoder(self, raw: Raw) -> Raw:
-        """What a file of an encoder has beside its keys: its heads are as wide as its hidden states
+        """Fields that a file of an encoder leaves out: its heads are as wide as its hidden states
         together, and it attends both ways."""
         heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
         if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:

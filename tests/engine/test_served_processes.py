@@ -152,7 +152,7 @@ def test_a_lost_process_ends_the_other_with_one_sentence(serve, lost):
 def test_processes_that_were_started_differently_are_told(serve):
     job = serve(differing=(("--max-num-seqs", "3"), ("--max-num-seqs", "2")))
     assert job.codes(90) == [2, 2], job.said
-    assert "max_num_seqs is" in job.said[0] + job.said[1]
+    assert "--max-num-seqs is" in job.said[0] + job.said[1]
 
 
 class Store:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rooflax.models.registry import read_config
 from rooflax.nn.rope import Rope
-from rooflax.nn.shards import Shards, padded_vocab, split_axes
+from rooflax.nn.shards import Shards, split_axes
 from rooflax.nn.tensor_layouts import (
     QKV,
     Conv1D,
@@ -23,6 +23,7 @@ from rooflax.nn.tensor_layouts import (
     TensorLayout,
 )
 from rooflax.nn.weights import WeightLine, assemble
+from rooflax.ops.tiles import padded_vocab
 from tests import goldens
 
 HF = ("q", "k", "v")

@@ -86,7 +86,8 @@ def run(config: Any, folder: Path) -> dict[str, Any]:
     folder.mkdir()
     texts = corpus(is_whole=config.train_mode == "dpo")
     corpora = {"training": texts, "held-out": texts, "test": None}
-    trained = _Run(model, config, corpora, folder, *[None] * 4)
+    nothing = dict.fromkeys(("say", "rollouts", "sampler", "track"))
+    trained = _Run(model, config, corpora, folder, **nothing)
     result = trained.train(progress=False)
     by_device: dict[str, int] = {}
     leaves = jax.tree.leaves(trained.state)

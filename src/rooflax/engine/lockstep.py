@@ -8,6 +8,7 @@ program over the mesh. This module knows no requests and no sequences.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from rooflax.errors import EngineError, RequestError
 ROOT = "rooflax"
 WAIT_MS = 10_000
 """Milliseconds of one wait for an answer; it is asked for again, as long as the job lives."""
+NOTICE_S = 20
+"""Seconds in which JAX's client ends a process whose coordinator is gone."""
 GROUP = 64
 """Calls whose keys are deleted together."""
 END = "end"
@@ -118,6 +121,7 @@ class Lockstep:
                 return self._client.blocking_key_value_get_bytes(key, WAIT_MS)
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
+                    time.sleep(NOTICE_S)  # the client's own thread sees it too, and says it once
                     raise EngineError(f"process 0 cannot be reached: {error}") from None
 
 

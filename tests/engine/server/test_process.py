@@ -85,8 +85,8 @@ def test_c8_it_serves_and_drains_without_cutting_an_answer(monkeypatch, tmp_path
 
         def read() -> None:
             nonlocal text
-            body = CHAT | {"stream": True, "max_tokens": 300, "ignore_eos": True}
-            with httpx.stream(
+            body = CHAT | {"stream": True, "max_tokens": 450, "n": 16, "ignore_eos": True}
+            with httpx.stream(  # seconds, on any machine
                 "POST", f"{server.url}/v1/chat/completions", json=body, timeout=60
             ) as s:
                 for piece in s.iter_text():
@@ -106,7 +106,7 @@ def test_c8_it_serves_and_drains_without_cutting_an_answer(monkeypatch, tmp_path
         code = server.end()
         reader.join(30)
         assert code == 0, server.lines
-        assert text.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in text
+        assert text.endswith("data: [DONE]\n\n") and text.count('"finish_reason":"length"') == 16
         with pytest.raises(httpx.ConnectError):
             server.status()
         assert not any("Traceback" in line for line in server.lines)

@@ -184,7 +184,7 @@ void WithBlockType(Code code, Use use) {
 template <typename Type>
 struct PartOfGroup {
   using Codes = typename Type::Codes;
-  static constexpr int64_t kQuads = Type::kQuads;
+  static constexpr int64_t kQuads = Type::kQuads, kPartBytes = kQuads * 4, kRowBytes = kGroup;
 #if defined(__AVX2__) && !defined(__AVX512F__)
   static constexpr bool kSigned = !Codes::kFitsTwice;
 #else
@@ -227,6 +227,41 @@ struct PartOfGroup {
   }
 };
 
+// The same with a row of two planes.
+template <typename Type>
+struct PlanesOfGroup {
+  using Codes = typename Type::Codes;
+  static constexpr int64_t kQuads = Type::kQuads;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  static constexpr int64_t kPartBytes = kQuads * 8, kRowBytes = 2 * kGroup;
+  Words words[kQuads];
+
+  ROOFLAX_INLINE PlanesOfGroup(const uint8_t* w, int64_t part) {
+    constexpr bool kSigned = Codes::kZero == 128;
+    ROOFLAX_WHOLE
+    for (int64_t q = 0; q < kQuads; ++q) {
+      const auto codes = As<U16>(Codes::Unsigned(w, part * kQuads + q));
+      words[q] = Words::Of<kSigned>(As<I16>(kSigned ? codes ^ 0x80808080u : codes));
+    }
+  }
+
+  ROOFLAX_INLINE I16 Dot(const int8_t* x, int32_t start) const {
+    I16 sum = Codes::kZero != 0 && Codes::kZero != 128 ? I16{} + start : I16{};
+    ROOFLAX_WHOLE
+    for (int64_t q = 0; q < kQuads; ++q) sum = DotWords(sum, words[q], x + q * 8);
+    return sum;
+  }
+#else
+  static constexpr int64_t kPartBytes = kQuads * 4, kRowBytes = 2 * kGroup;
+  PartOfGroup<Type> weights;
+
+  ROOFLAX_INLINE PlanesOfGroup(const uint8_t* w, int64_t part) : weights(w, part) {}
+  ROOFLAX_INLINE I16 Dot(const int8_t* x, int32_t start) const {
+    return (weights.Dot(x + kGroup, 0) << 8) + weights.Dot(x, start);
+  }
+#endif
+};
+
 // Rows of a tile, and what they are scaled by, from a group on.
 struct GroupRows {
   const int8_t* x;
@@ -234,24 +269,31 @@ struct GroupRows {
   const int32_t* start;
 };
 
-// Adds a group's products with M rows to their totals.
-template <typename Type>
-ROOFLAX_INLINE void AddGroup(const PackedArgs& a, const uint8_t* w, int64_t panel, int64_t g, GroupRows rows,
+// Adds a group's products with rows to their totals, by the parts of a group of either kind.
+template <typename Type, typename Part>
+ROOFLAX_INLINE void AddGroupOf(const PackedArgs& a, const uint8_t* w, int64_t panel, int64_t g, GroupRows rows,
                              int64_t count, F16* totals) {
-  constexpr int64_t kParts = Type::kParts, kPartBytes = kGroup / kParts;
+  constexpr int64_t kParts = Type::kParts;
   const Factors<kParts> factors = Type::Scales::Of(a, panel, g);
   ROOFLAX_WHOLE
   for (int64_t part = 0; part < kParts; ++part) {
-    const PartOfGroup<Type> weights(w, part);
+    const Part weights(w, part);
     for (int64_t m = 0; m < count; ++m) {
       const float own = rows.scale[m];
       const int32_t start = rows.start[part * count + m];
-      const I16 sum = weights.Dot(rows.x + m * kGroup + part * kPartBytes, start);
+      const I16 sum = weights.Dot(rows.x + m * Part::kRowBytes + part * Part::kPartBytes, start);
       F16 total = totals[m] + ToFloat(sum) * (factors.scale[part] * own);
       if constexpr (Type::Scales::kHasMinimum) total -= factors.minimum[part] * (own * static_cast<float>(start));
       totals[m] = total;
     }
   }
+}
+
+template <typename Type>
+ROOFLAX_INLINE void AddGroup(const PackedArgs& a, const uint8_t* w, int64_t panel, int64_t g, GroupRows rows,
+                             int64_t count, F16* totals) {
+  if (a.planes == 2) return AddGroupOf<Type, PlanesOfGroup<Type>>(a, w, panel, g, rows, count, totals);
+  AddGroupOf<Type, PartOfGroup<Type>>(a, w, panel, g, rows, count, totals);
 }
 
 // One row times P panels, which are read at once.
@@ -263,7 +305,8 @@ void RowOfBlocks(const PackedArgs& a, int64_t panel, int64_t apart) {
   ROOFLAX_WHOLE
   for (auto& total : totals) total = F16{};
   for (int64_t g = 0; g < groups; ++g) {
-    const GroupRows rows{static_cast<const int8_t*>(a.x) + g * kGroup, a.x_scale + g, a.x_start + g * Type::kParts};
+    const auto* x = static_cast<const int8_t*>(a.x) + g * kGroup * a.planes;
+    const GroupRows rows{x, a.x_scale + g, a.x_start + g * Type::kParts};
     ROOFLAX_WHOLE
     for (int64_t p = 0; p < P; ++p) {
       const uint8_t* w = a.w + (panel + p * apart) * panel_bytes + g * Type::kBytes;
@@ -280,14 +323,14 @@ template <typename Type>
 void TileOfBlocks(const PackedArgs& a, int64_t row, int64_t count, int64_t panel, bool fetches) {
   const int64_t groups = a.stride / kGroup;
   const uint8_t* w = a.w + panel * groups * Type::kBytes;
-  const auto* x = static_cast<const int8_t*>(a.x) + row * a.stride;
+  const auto* x = static_cast<const int8_t*>(a.x) + row * a.stride * a.planes;
   const float* scale = a.x_scale + row * groups;
   const int32_t* start = a.x_start + row * groups * Type::kParts;
   F16 totals[kTileRows] = {};
   for (int64_t g = 0; g < groups; ++g, w += Type::kBytes) {
     if (fetches) Prefetch(w + 4096, Type::Codes::kBits);
     const int64_t first = g * count;
-    AddGroup<Type>(a, w, panel, g, {x + first * kGroup, scale + first, start + first * Type::kParts}, count, totals);
+    AddGroup<Type>(a, w, panel, g, {x + first * kGroup * a.planes, scale + first, start + first * Type::kParts}, count, totals);
   }
   for (int64_t m = 0; m < count; ++m) FinishPanel(a.out, row + m, panel, totals[m]);
 }

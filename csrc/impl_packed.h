@@ -233,11 +233,13 @@ struct GroupTile {
   // The products of a group, whole numbers.
   template <int64_t M, int64_t P>
   static void Dots(const int8_t* x, const int32_t* x_start, const uint8_t* w, int64_t per_panel,
-                   int64_t ahead, I16 (&sums)[P][M]) {
+                   int64_t ahead, int64_t planes, I16 (&sums)[P][M]) {
     ROOFLAX_WHOLE
     for (int64_t p = 0; p < P; ++p, w += per_panel) {
       Prefetch(w + ahead, Group::kLines);
-      if constexpr (Group::kParts == 1) {
+      if (planes == 2) {
+        DotsOfWords(x, x_start, w, sums[p]);
+      } else if constexpr (Group::kParts == 1) {
         DotsOfBytes(x, w, sums[p]);
       } else {
         DotsOfHalves(x, x_start, w, sums[p]);
@@ -254,6 +256,28 @@ struct GroupTile {
       const I16 quad = Load<I16>(w + line * 64);
       for (int64_t m = 0; m < M; ++m) {
         sums[m] = DotRow(sums[m], BroadcastBytes(x + m * kGroup + line * 4), quad);
+      }
+    }
+  }
+
+  // Rows of two planes.
+  template <int64_t M>
+  static void DotsOfWords(const int8_t* x, const int32_t* x_start, const uint8_t* w, I16 (&sums)[M]) {
+    constexpr bool kSigned = Group::kParts == 1;
+    ROOFLAX_WHOLE
+    for (int64_t m = 0; m < M; ++m) sums[m] = kSigned ? I16{} : BroadcastBytes(x_start + m);
+    _Pragma("GCC unroll 2")
+    for (int64_t line = 0; line < Group::kLines; ++line) {
+      const U16 codes = Load<U16>(w + line * 64);
+      ROOFLAX_WHOLE
+      for (int64_t part = 0; part < Group::kParts; ++part) {
+        const auto words = Words::Of<kSigned>(kSigned ? As<I16>(codes) : Group::Unsigned(codes, part));
+        const int8_t* from = x + (part * Group::kLines + line) * 8;
+        ROOFLAX_WHOLE
+        for (int64_t m = 0; m < M; ++m) {
+          sums[m] = DotWords(sums[m], words, from + m * 2 * kGroup);
+          KeepInRegister(sums[m]);
+        }
       }
     }
   }
@@ -290,13 +314,29 @@ struct GroupTile {
     }
   }
 #else
-  // The products of a group, whole numbers.
+  // The products of a group, whole numbers; of two planes those of the high bytes come first.
   template <int64_t M, int64_t P>
   static void Dots(const int8_t* x, const int32_t* x_start, const uint8_t* w, int64_t per_panel,
-                   int64_t ahead, I16 (&sums)[P][M]) {
-    for (int64_t m = 0; m < M; ++m) {
-      for (int64_t p = 0; p < P; ++p) sums[p][m] = BroadcastBytes(x_start + m);
+                   int64_t ahead, int64_t planes, I16 (&sums)[P][M]) {
+    if (planes == 2) {
+      ROOFLAX_WHOLE
+      for (auto& line : sums) {
+        ROOFLAX_WHOLE
+        for (auto& sum : line) sum = I16{};
+      }
+      AddDots<M, P>(x + kGroup, 2 * kGroup, w, per_panel, ahead, sums);
     }
+    for (int64_t m = 0; m < M; ++m) {
+      const I16 start = BroadcastBytes(x_start + m);
+      for (int64_t p = 0; p < P; ++p) sums[p][m] = planes == 2 ? (sums[p][m] << 8) + start : start;
+    }
+    AddDots<M, P>(x, planes * kGroup, w, per_panel, ahead, sums);
+  }
+
+  // Of rows that begin `row_bytes` from each other.
+  template <int64_t M, int64_t P>
+  static void AddDots(const int8_t* x, int64_t row_bytes, const uint8_t* w, int64_t per_panel, int64_t ahead,
+                      I16 (&sums)[P][M]) {
     ROOFLAX_UNROLL
     for (int64_t line = 0; line < Group::kLines; ++line) {
       U16 codes[P];
@@ -309,7 +349,7 @@ struct GroupTile {
         I16 quads[P];
         for (int64_t p = 0; p < P; ++p) quads[p] = Group::Unsigned(codes[p], part);
         for (int64_t m = 0; m < M; ++m) {
-          const I16 value = BroadcastBytes(x + m * kGroup + (part * Group::kLines + line) * 4);
+          const I16 value = BroadcastBytes(x + m * row_bytes + (part * Group::kLines + line) * 4);
           for (int64_t p = 0; p < P; ++p) sums[p][m] = Dot4(sums[p][m], quads[p], value);
         }
       }
@@ -330,7 +370,7 @@ struct GroupTile {
   template <int64_t M, int64_t P, typename Fetch>
   static void Run(const PackedArgs& a, int64_t row, int64_t panel, int64_t apart, Fetch fetch) {
     const int64_t groups = a.stride / kGroup, panel_bytes = PanelBytes(a.stride);
-    const auto* x = static_cast<const int8_t*>(a.x) + row * a.stride;
+    const auto* x = static_cast<const int8_t*>(a.x) + row * a.stride * a.planes;
     const float* x_scale = a.x_scale + row * groups;
     const int32_t* x_start = a.x_start + row * groups;
     F16 totals[P][M];
@@ -344,8 +384,8 @@ struct GroupTile {
       I16 sums[P][M];
       if constexpr (kFarApart && M == 1) FetchScales<P>(a.w_scale, block, apart * groups);
       const int64_t ahead = fetch.template Ahead<P>(g * kGroupBytes, panel_bytes, apart);
-      Dots<M, P>(x + g * M * kGroup, x_start + g * M, a.w + block * kGroupBytes, apart * panel_bytes,
-                 ahead, sums);
+      Dots<M, P>(x + g * M * kGroup * a.planes, x_start + g * M, a.w + block * kGroupBytes, apart * panel_bytes,
+                 ahead, a.planes, sums);
       ROOFLAX_WHOLE
       for (int64_t p = 0; p < P; ++p) {
         const F16 scale = Group::Scale(a.w_scale, block + p * apart * groups);

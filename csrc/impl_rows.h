@@ -120,13 +120,15 @@ void Widen(const uint16_t* x, float* out, int64_t count) {
 
 // ---- As bytes ----
 
+constexpr float kLargestFloat = 3.4028234e38f;
+
 // NaN if any value is NaN or infinite, so that a fault stays visible.
 inline float LargestOf(const float* x, int64_t count) {
   F16 largest = F16{};
   I16 strange = I16{};
   EachVector(count, [&](int64_t i, int64_t n) {
     const F16 size = Abs(LoadSome(x + i, n));
-    strange |= ~(size <= Broadcast(3.4028234e38f));
+    strange |= ~(size <= Broadcast(kLargestFloat));
     largest = Select(size > largest, size, largest);
   });
   return AnyLane(strange) ? NAN : Largest(largest);
@@ -150,21 +152,43 @@ ROOFLAX_INLINE I16 Rounded(F16 x, float inverse) {
   });
 }
 
+// Half `i` of a group of two planes: the low bytes of its numbers, and 32 further on the high ones. Where they are
+// multiplied as words, those in their place, of every four the first and the third before the others.
+ROOFLAX_INLINE void StorePlanes(int8_t* q, int64_t i, I16 numbers) {
+  if constexpr (kWords) {
+    int32_t wide[kLanes];
+    Store(wide, numbers);
+    int16_t words[kLanes];
+    for (int64_t k = 0; k < kLanes; ++k) words[k / 4 * 4 + k % 2 * 2 + k / 2 % 2] = static_cast<int16_t>(wide[k]);
+    std::memcpy(q + i * 2 * kLanes, words, sizeof(words));
+  } else {
+    const I16 high = (numbers + 128) >> 8;
+    Store(q + i * kLanes, LowBytes(numbers - (high << 8)));
+    Store(q + kGroup + i * kLanes, LowBytes(high));
+  }
+}
+
 [[gnu::flatten]] void QuantizeGroups(const QuantizeGroupsArgs& a) {
+  const float most = a.planes == 1 ? 127.0f : 127.0f * 256.0f;
   for (int64_t g = 0; g < a.inner / kGroup; ++g) {
     const float* x = a.x + g * kGroup;
     const float largest = LargestOf(x, kGroup);
     const bool fault = std::isnan(largest);
-    const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
-    const I16 low = fault ? I16{} : Rounded(Load<F16>(x), inverse);
-    const I16 high = fault ? I16{} : Rounded(Load<F16>(x + kLanes), inverse);
-    int8_t* q = a.q + g * a.rows * kGroup;
-    Store(q, LowBytes(low));
-    Store(q + kLanes, LowBytes(high));
-    a.scale[g * a.rows] = largest / 127.0f;
+    const float inverse = largest > 0.0f ? std::min(most / largest, kLargestFloat) : 0.0f;
+    const I16 first = fault ? I16{} : Rounded(Load<F16>(x), inverse);
+    const I16 second = fault ? I16{} : Rounded(Load<F16>(x + kLanes), inverse);
+    int8_t* q = a.q + g * a.rows * kGroup * a.planes;
+    if (a.planes == 1) {
+      Store(q, LowBytes(first));
+      Store(q + kLanes, LowBytes(second));
+    } else {
+      StorePlanes(q, 0, first);
+      StorePlanes(q, 1, second);
+    }
+    a.scale[g * a.rows] = largest / most;
     int32_t* start = a.start + g * a.parts * a.rows;
-    start[0] = SumWhole(a.parts == 1 ? low + high : low) * a.times;
-    if (a.parts == 2) start[a.rows] = SumWhole(high) * a.times;
+    start[0] = SumWhole(a.parts == 1 ? first + second : first) * a.times;
+    if (a.parts == 2) start[a.rows] = SumWhole(second) * a.times;
   }
 }
 

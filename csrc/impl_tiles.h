@@ -195,9 +195,9 @@ constexpr int64_t kTurns = 4;
 typedef int32_t PartSums[kTurns][kTileHeight][kPanel];
 
 template <int kTurn>
-ROOFLAX_INLINE void SumPart(const int8_t* x, const uint8_t* lines, PartSums& sums) {
+ROOFLAX_INLINE void SumPart(const int8_t* x, int64_t row_bytes, const uint8_t* lines, PartSums& sums) {
   constexpr int kOwnRows = kRows + kTurn % 2, kOwnWeights = kWeights + kTurn % 2;
-  LoadTile<kOwnRows>(x, kGroup);
+  LoadTile<kOwnRows>(x, row_bytes);
   LoadTile<kOwnWeights>(lines, 64);
   ZeroTile<kSums + kTurn>();
   AddSignedBytes<kSums + kTurn, kOwnRows, kOwnWeights>();
@@ -211,43 +211,48 @@ struct RowFactors {
   const float* sum;  // [groups * parts, 16]
 };
 
-// A tile of `count` rows, at most M, times a panel.
-template <int64_t M, typename Codes>
+// A tile of `count` rows, at most M, times a panel. Of two planes the high bytes' sums come before the low ones'.
+template <int64_t M, typename Codes, int64_t kPlanes>
 void GroupsOfTile(const PackedArgs& a, int64_t row, int64_t count, RowFactors rows, int64_t panel,
                   const uint8_t* lines) {
   constexpr int64_t kParts = Codes::kParts, kPartBytes = kGroup / kParts, kPartLines = kGroupLines / kParts;
-  const int64_t parts = a.stride / kGroup * kParts;
-  const auto* x = static_cast<const int8_t*>(a.x) + row * a.stride;
+  constexpr int64_t kOwn = kParts * kPlanes;  // sums of a group
+  static_assert(kTurns % kOwn == 0);
+  const int64_t parts = a.stride / kGroup * kOwn;
+  const auto* x = static_cast<const int8_t*>(a.x) + row * a.stride * kPlanes;
   F16 totals[M];
   _Pragma("GCC unroll 16")
   for (int64_t m = 0; m < M; ++m) totals[m] = F16{};
   alignas(64) PartSums sums[2];  // those that are scaled, and those that are summed meanwhile
   const auto sum = [&](int64_t part, PartSums& to) {
     const auto at = [&](int64_t turn) {
-      const int64_t own = part + turn;
-      return x + own / kParts * count * kGroup + own % kParts * kPartBytes;
+      const int64_t own = part + turn, high = kPlanes - 1 - own % kPlanes;
+      return x + (own / kOwn * count * kPlanes + high) * kGroup + own / kPlanes % kParts * kPartBytes;
     };
-    const uint8_t* from = lines + part * kPartLines;
-    if (part < parts) SumPart<0>(at(0), from, to);
-    if (part + 1 < parts) SumPart<1>(at(1), from + kPartLines, to);
-    if (part + 2 < parts) SumPart<2>(at(2), from + 2 * kPartLines, to);
-    if (part + 3 < parts) SumPart<3>(at(3), from + 3 * kPartLines, to);
+    const auto from = [&](int64_t turn) { return lines + (part + turn) / kPlanes * kPartLines; };
+    constexpr int64_t kRow = kPlanes * kGroup;
+    if (part < parts) SumPart<0>(at(0), kRow, from(0), to);
+    if (part + 1 < parts) SumPart<1>(at(1), kRow, from(1), to);
+    if (part + 2 < parts) SumPart<2>(at(2), kRow, from(2), to);
+    if (part + 3 < parts) SumPart<3>(at(3), kRow, from(3), to);
   };
   if (count < M) std::memset(sums, 0, sizeof(sums));
   sum(0, sums[0]);
   for (int64_t first = 0; first < parts; first += kTurns) {
     const auto& of = sums[first / kTurns % 2];
     sum(first + kTurns, sums[(first / kTurns + 1) % 2]);
-    for (int64_t part = first; part < std::min(parts, first + kTurns); part += kParts) {
-      const int64_t g = part / kParts;
+    for (int64_t part = first; part < std::min(parts, first + kTurns); part += kOwn) {
+      const int64_t g = part / kOwn;
       const Factors<kParts> factors = Codes::Of(a, panel, g);
       for (int64_t i = 0; i < kParts; ++i) {
         _Pragma("GCC unroll 16")
         for (int64_t m = 0; m < M; ++m) {
-          const F16 found = ToFloat(Load<I16>(of[part - first + i][m]));
-          totals[m] += found * (factors.scale[i] * rows.scale[g * kTileHeight + m]);
+          const auto* own = of + part - first + i * kPlanes;
+          I16 whole = Load<I16>(own[0][m]);
+          if constexpr (kPlanes == 2) whole = (whole << 8) + Load<I16>(own[1][m]);
+          totals[m] += ToFloat(whole) * (factors.scale[i] * rows.scale[g * kTileHeight + m]);
           if constexpr (Codes::kHasMinimum) {
-            totals[m] -= factors.minimum[i] * rows.sum[(part + i) * kTileHeight + m];
+            totals[m] -= factors.minimum[i] * rows.sum[(g * kParts + i) * kTileHeight + m];
           }
         }
       }
@@ -317,14 +322,15 @@ void GroupsByTiles(const PackedArgs& a) {
         const uint8_t* own = from + (panel - begin) * groups * kGroupLines;
         const RowFactors factors{scales.data() + row * groups,
                                  Codes::kHasMinimum ? sums.data() + row * groups * kParts : nullptr};
-        GroupsOfTile<16, Codes>(a, row, count, factors, panel, own);
+        a.planes == 2 ? GroupsOfTile<16, Codes, 2>(a, row, count, factors, panel, own)
+                      : GroupsOfTile<16, Codes, 1>(a, row, count, factors, panel, own);
       }
     }
   }
 }
 
 void BytesByTiles(const PackedArgs& a) {
-  if (a.rows < (a.code == Code::kInt8 ? kInt8From : kGroupsFrom)) return avx512_far::kKernels.bytes(a);
+  if (a.rows * a.planes < (a.code == Code::kInt8 ? kInt8From : kGroupsFrom)) return avx512_far::kKernels.bytes(a);
   switch (a.code) {
     case Code::kInt8: return Int8ByTiles(a);
     case Code::kFp8: return;

@@ -229,6 +229,40 @@ ROOFLAX_INLINE I16 BroadcastBytes(const void* four) {
   return I16{} + bits;
 }
 
+// Whether rows of two planes are multiplied as numbers of 16 bits: with AVX2 two of those take no longer than four
+// bytes, whose products do not fit into 16 bits.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr bool kWords = true;
+
+// Four bytes of each lane as two pairs of 16 bits: the first and the third, the second and the fourth.
+struct Words {
+  I16 even, odd;
+  template <bool kSigned>
+  ROOFLAX_INLINE static Words Of(I16 bytes) {
+    Words words;
+    ROOFLAX_EACH {
+      const auto both = (__m256i)bytes.at[i];
+      words.odd.at[i] = (I16::Piece)(kSigned ? _mm256_srai_epi16(both, 8) : _mm256_srli_epi16(both, 8));
+      words.even.at[i] = (I16::Piece)(kSigned ? _mm256_srai_epi16(_mm256_slli_epi16(both, 8), 8)
+                                              : _mm256_and_si256(both, _mm256_set1_epi16(0xff)));
+    }
+    return words;
+  }
+};
+
+// sums[lane] += the products of a lane's four numbers with a row's, which lie as `quantize_groups` left them.
+ROOFLAX_INLINE I16 DotWords(I16 sums, const Words& w, const int8_t* x) {
+  const I16 even = BroadcastBytes(x), odd = BroadcastBytes(x + 4);
+  ROOFLAX_EACH {
+    sums.at[i] += (I16::Piece)_mm256_madd_epi16((__m256i)w.even.at[i], (__m256i)even.at[i]);
+    sums.at[i] += (I16::Piece)_mm256_madd_epi16((__m256i)w.odd.at[i], (__m256i)odd.at[i]);
+  }
+  return sums;
+}
+#else
+constexpr bool kWords = false;
+#endif
+
 // From here on the compiler knows nothing of what `pointer` points to: it loads that where it is needed,
 // and does not keep on the stack what it has loaded before.
 template <typename T>

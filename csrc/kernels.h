@@ -109,15 +109,18 @@ inline int64_t TileRows(int64_t left, int64_t most) {
 constexpr int64_t kTiledRows = 16, kRowBlock = 64;
 inline int64_t RowBytes(int64_t stride) { return (stride + kRowBlock - 1) / kRowBlock * kRowBlock; }
 
-// One row of a tile of float32 as int8, one scale per group of 32.
+// One row of a tile of float32 as int8, one scale per group of 32: scale = max |x| / 127. Of two planes as whole
+// numbers of 16 bits, 256 high + low with both in int8: scale = max |x| / (127 * 256).
 struct QuantizeGroupsArgs {
   const float* x;  // [inner]
-  int8_t* q;  // [inner / 32, rows, 32], at this row
+  int8_t* q;  // [inner / 32, rows, planes, 32], at this row; of two planes the low one first, or the same
+              // bytes in an order of the kernels' own
   float* scale;  // [inner / 32, rows], at this row
   int32_t* start;  // [inner / 32, parts, rows]: sums of q over each part of a group, times `times`
   int64_t inner, rows;  // rows of the tile
   int32_t times;
   int64_t parts;  // 1 or 2
+  int64_t planes;  // 1 or 2
 };
 
 // How packed weights are coded: 16 outputs side by side, four inputs of one in a lane of 32 bits.
@@ -202,13 +205,14 @@ struct PackedArgs {
   const void* w_scale;  // [panels * 16] or [panels, groups, 16]
   const int32_t* w_sum;  // kInt8: [panels * 16], of the values over k
   const void* x;  // [rows, stride]: float32; for kInt8 in bytes what `quantize_row` wrote
-                  // groups in bytes: int8, of each tile [groups, rows of the tile, 32]
+                  // groups in bytes: what `quantize_groups` wrote of each tile
   const float* x_scale;  // in bytes: [rows] for kInt8, else of each tile [groups, rows of the tile]
   const int32_t* x_start;  // in bytes, groups, of each tile [groups, parts, rows of the tile]: sums of x
                            // times StartTimes
   Output out;
   int64_t rows, stride, inner, begin, end;  // inner inputs of stride are real
   int64_t super_groups;  // of kSuper: groups that share its float16s
+  int64_t planes;  // of groups in bytes: 1 or 2, see QuantizeGroupsArgs
 };
 
 // One query: what it is, where its output goes, and the slots of its table that it sees.

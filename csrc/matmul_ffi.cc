@@ -56,7 +56,7 @@ struct Inputs {
 struct Matmul {
   Layout layout;
   bool bytes;  // activations as int8
-  int64_t planes;  // rows of int8 that stand for one: the second has what the first one's rounding left
+  int64_t planes;  // of rows in bytes, see QuantizeGroupsArgs
   bool rotated;  // in bytes: rows are rotated before they are rounded, as the weights were
   bool ordered;  // inputs in the order in which a matrix is read
   bool half_rows, half_sums;  // x, and y with what is added to it, are bfloat16
@@ -265,7 +265,6 @@ const char* Check(const Inputs& in, const ffi::AnyBuffer& y, Matmul& p) {
 }
 
 // Rows ready for their matmul, the order in which they lie there, and where their tile begins and ends.
-// All but `wide` and `order` count a row once for each of its planes.
 struct Prepared {
   std::vector<float> wide, scale;
   std::vector<uint16_t> terms;
@@ -274,7 +273,7 @@ struct Prepared {
   std::vector<int64_t> order, tile_begin, tile_end, run_begin, run_end;
 };
 
-// Rows [begin, end) of the prepared order, each as often as it has planes, share the weights numbered `member`.
+// Rows [begin, end) of the prepared order share the weights numbered `member`.
 struct Run {
   int64_t begin, end, member;
 };
@@ -294,8 +293,8 @@ std::vector<Run> RunsOf(const Inputs& in, const Matmul& p, std::vector<int64_t>&
   std::vector<Run> runs;
   for (int64_t i = 0; i < p.rows; ++i) {
     const int64_t now = member(order[i]);
-    if (runs.empty() || runs.back().member != now) runs.push_back({i * p.planes, 0, now});
-    runs.back().end = (i + 1) * p.planes;
+    if (runs.empty() || runs.back().member != now) runs.push_back({i, 0, now});
+    runs.back().end = i + 1;
   }
   return runs;
 }
@@ -403,32 +402,19 @@ void SplitRows(const Inputs& in, const Matmul& p, const BeforeArgs& before, int6
 // Row i of x in groups of int8, each with its scale.
 void QuantizeGroups(const Matmul& p, const float* x, int64_t i, Prepared& out) {
   const int64_t tile = out.tile_begin[i], row = i - tile, first = tile * p.groups + row;
-  auto* q = reinterpret_cast<int8_t*>(out.bytes.data()) + tile * p.stride + row * kGroup;
+  auto* q = reinterpret_cast<int8_t*>(out.bytes.data()) + (tile * p.stride + row * kGroup) * p.planes;
   int32_t* start = out.start.data() + tile * p.groups * p.block.parts + row;
   p.kernels->quantize_groups({x, q, out.scale.data() + first, start, p.inner, out.tile_end[i] - tile,
-                              StartTimes(CodeOf(p.layout)), p.block.parts});
-}
-
-// What the rounding of row i has left of x.
-const float* Rest(const Matmul& p, const float* x, int64_t i, const Prepared& rows) {
-  static thread_local std::vector<float> rest;
-  rest.resize(static_cast<size_t>(p.inner));
-  const int64_t tile = rows.tile_begin[i], count = rows.tile_end[i] - tile, row = i - tile;
-  for (int64_t g = 0; g < p.groups; ++g) {
-    const auto* q = reinterpret_cast<const int8_t*>(rows.bytes.data()) + tile * p.stride + (g * count + row) * kGroup;
-    const float scale = rows.scale[tile * p.groups + g * count + row];
-    for (int64_t k = 0; k < kGroup; ++k) rest[g * kGroup + k] = x[g * kGroup + k] - scale * q[k];
-  }
-  return rest.data();
+                              StartTimes(CodeOf(p.layout)), p.block.parts, p.planes});
 }
 
 void PrepareRow(const Inputs& in, const Matmul& p, const BeforeArgs& before, int64_t i,
                 Prepared& out) {
   const Kernels& kernels = *p.kernels;
-  const float* x = WideInputs(in, p, out.order[i / p.planes], 0, p.inner);
+  const float* x = WideInputs(in, p, out.order[i], 0, p.inner);
   if (!out.wide.empty()) {
     static thread_local std::vector<float> own;
-    float* wide = out.wide.data() + i / p.planes * p.inner;
+    float* wide = out.wide.data() + i * p.inner;
     if (p.ordered) own.resize(static_cast<size_t>(p.inner));
     float* to = p.ordered ? own.data() : wide;
     if (!p.ordered || before.kind != Before::kNone) {
@@ -442,19 +428,18 @@ void PrepareRow(const Inputs& in, const Matmul& p, const BeforeArgs& before, int
   if (!p.bytes) return;
   if (p.layout == Layout::kInt8) return QuantizeRow(p, x, i, out);
   QuantizeGroups(p, x, i, out);
-  if (p.planes > 1) QuantizeGroups(p, Rest(p, x, i, out), i + 1, out);
 }
 
 void SetTiles(const std::vector<Run>& runs, const Matmul& p, Prepared& out) {
-  const int64_t rows = p.rows * p.planes;
-  out.tile_begin.resize(static_cast<size_t>(rows));
-  out.tile_end.resize(static_cast<size_t>(rows));
-  out.run_begin.resize(static_cast<size_t>(rows));
-  out.run_end.resize(static_cast<size_t>(rows));
+  const auto rows = static_cast<size_t>(p.rows);
+  out.tile_begin.resize(rows);
+  out.tile_end.resize(rows);
+  out.run_begin.resize(rows);
+  out.run_end.resize(rows);
   for (const Run& run : runs) {
     std::fill(out.run_begin.begin() + run.begin, out.run_begin.begin() + run.end, run.begin);
     std::fill(out.run_end.begin() + run.begin, out.run_end.begin() + run.end, run.end);
-    const int64_t most = p.bytes ? MostRows(*p.kernels, CodeOf(p.layout), run.end - run.begin) : kTiledRows;
+    const int64_t most = p.bytes ? MostRows(*p.kernels, CodeOf(p.layout), (run.end - run.begin) * p.planes) : kTiledRows;
     for (int64_t begin = run.begin, end; begin < run.end; begin = end) {
       end = begin + TileRows(run.end - begin, most);
       std::fill(out.tile_begin.begin() + begin, out.tile_begin.begin() + end, begin);
@@ -503,43 +488,10 @@ Output OutputOf(const Inputs& in, const Matmul& p, const Run& run, char* y) {
   const float* bias = OrNull(in.bias);
   const int64_t biases = static_cast<int64_t>(in.bias.element_count()) / p.outer;
   if (biases > 1) bias += run.member % biases * p.outer;
-  const int64_t skipped = run.begin / p.planes * p.outer * SumBytes(p);
+  const int64_t skipped = run.begin * p.outer * SumBytes(p);
   const bool adds = in.residual.element_count() > 0;
   const char* residual = adds ? static_cast<const char*>(in.residual.untyped_data()) + skipped : nullptr;
   return {y + skipped, bias, residual, p.outer, p.half_sums};
-}
-
-constexpr int64_t kPlaneSums = 1 << 15;  // that are kept until both planes' are there
-constexpr int64_t kTwoParts = 2 * 64;    // inputs whose sums `add_parts` takes for two parts
-static_assert(NumParts(kTwoParts) == 2);
-
-// Panels of rows of two planes each, some at a time; the sums of both planes are added as parts of a matrix's are.
-void MultiplyPlanes(PackedArgs args, const Matmul& p) {
-  static thread_local std::vector<float> sums;
-  const Output out = args.out;
-  const int64_t end = args.end, some = kPlaneSums / (args.rows * kPanel) / p.unit * p.unit;
-  const auto* w = static_cast<const uint8_t*>(args.w);
-  const auto* w_scale = static_cast<const char*>(args.w_scale);
-  for (int64_t begin = args.begin; begin < end; begin += args.end) {
-    args.begin = 0;
-    args.end = std::min(std::max(some, p.unit), end - begin);
-    const int64_t first = begin * kPanel, width = std::min(args.end * kPanel, out.outer - first);
-    sums.resize(static_cast<size_t>(args.rows * width));
-    args.w = w + begin * (p.w_bytes / p.units);
-    args.w_scale = w_scale + begin * (p.scale_bytes / p.units);
-    args.out = {sums.data(), nullptr, nullptr, width};
-    p.kernels->bytes(args);
-    MatmulArgs both{};
-    both.out = out;
-    both.rows = args.rows / 2;
-    both.inner = kTwoParts;
-    both.parts = sums.data();
-    both.parts_begin = both.begin = first;
-    both.end = first + width;
-    both.parts_stride = 2 * width;
-    both.parts_size = width;
-    p.kernels->add_parts(both);
-  }
 }
 
 // Columns or panels [begin, end) of one run's matmul.
@@ -574,11 +526,12 @@ void Multiply(const Inputs& in, const Matmul& p, const Prepared& rows, const Run
   args.super_groups = p.super_groups;
   if (!p.bytes) return kernels.packed(args);
   const int64_t scales = p.layout == Layout::kInt8 ? 1 : p.groups;
+  args.planes = p.planes;
   args.x = rows.bytes.data() +
-           (p.layout == Layout::kInt8 ? BytesAt(p, run.begin) : run.begin * p.stride);
+           (p.layout == Layout::kInt8 ? BytesAt(p, run.begin) : run.begin * p.stride * p.planes);
   args.x_scale = rows.scale.data() + run.begin * scales;
   args.x_start = rows.start.data() + (rows.start.empty() ? 0 : run.begin * scales * p.block.parts);
-  p.planes > 1 ? MultiplyPlanes(args, p) : kernels.bytes(args);
+  kernels.bytes(args);
 }
 
 // Where pieces of `units` end, in multiples of `unit` and none shorter than `least`: each takes one
@@ -654,9 +607,9 @@ void Compute(Pool& pool, const Inputs& in, Matmul p, char* y) {
   rows.wide.resize(wide ? size(p.rows * p.inner) : 0);
   if (p.bytes) {
     grow(rows.bytes, p.rows * p.planes * RowBytes(p.stride));
-    grow(rows.scale, p.rows * p.planes * std::max<int64_t>(1, p.groups));
+    grow(rows.scale, p.rows * std::max<int64_t>(1, p.groups));
   }
-  rows.start.resize(p.bytes && !p.IsPerOutput() ? size(p.rows * p.planes * p.groups * p.block.parts) : 0);
+  rows.start.resize(p.bytes && !p.IsPerOutput() ? size(p.rows * p.groups * p.block.parts) : 0);
   if (p.bytes || p.num_terms > 0) SetTiles(runs, p, rows);
   if (moved) sorted.resize(size(p.rows * y_bytes));
   char* to = moved ? sorted.data() : y;
@@ -666,11 +619,11 @@ void Compute(Pool& pool, const Inputs& in, Matmul p, char* y) {
   if (wide || p.bytes || split) {
     Prepared& shared = rows;
     const BeforeArgs before = BeforeOf(p, runs);
-    const int64_t planes = p.rows * p.planes, pieces = (planes + 7) / 8;
+    const int64_t pieces = (p.rows + 7) / 8;
     ParallelFor(pieces, threads, schedule, [&](int64_t piece) {
-      const int64_t begin = piece * 8, end = std::min(planes, begin + 8);
+      const int64_t begin = piece * 8, end = std::min(p.rows, begin + 8);
       if (split) return SplitRows(in, p, before, begin, end, shared);
-      for (int64_t i = begin; i < end; i += p.planes) PrepareRow(in, p, before, i, shared);
+      for (int64_t i = begin; i < end; ++i) PrepareRow(in, p, before, i, shared);
     });
   }
   const Prepared& ready = rows;

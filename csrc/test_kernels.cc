@@ -334,7 +334,8 @@ Number BlockNumber(Code code, const std::vector<uint8_t>& w, const Scales& scale
 
 float PartScale(Code code, int64_t k) { return code == Code::kNvfp4 && k % kGroup >= 16 ? 0.5f : 0.25f; }
 
-void TestPacked(Code code, int64_t rows, int64_t inner, int64_t outer, bool bytes) {
+// Of two planes the rows' numbers are those of 16 bits that rounding gives, wherever the kernels keep them.
+void TestPacked(Code code, int64_t rows, int64_t inner, int64_t outer, bool bytes, int64_t planes = 1) {
   const bool grouped = code != Code::kInt8 && code != Code::kFp8;
   const int64_t panels = (outer + kPanel - 1) / kPanel, quads = (inner + 3) / 4, stride = quads * 4;
   const int64_t groups = grouped ? inner / kGroup : 1;
@@ -367,11 +368,11 @@ void TestPacked(Code code, int64_t rows, int64_t inner, int64_t outer, bool byte
                                         : Number{Value(code, w, quads, k, n) * PartScale(code, k), 0});
     }
   }
-  std::vector<uint8_t> q(static_cast<size_t>(rows * rooflax::RowBytes(stride)));
+  std::vector<uint8_t> q(static_cast<size_t>(rows * rooflax::RowBytes(stride) * planes));
   std::vector<float> x_scale(static_cast<size_t>(rows * groups)), y(static_cast<size_t>(rows * outer));
   std::vector<int32_t> x_start(x_scale.size() * static_cast<size_t>(block.parts));
   const auto& kernels = rooflax::ChosenKernels();
-  const int64_t most = rooflax::MostRows(kernels, code, rows);
+  const int64_t most = rooflax::MostRows(kernels, code, rows * planes);
   const bool tiled = code == Code::kInt8 && rooflax::IsTiled(kernels, code, rows);
   int64_t tile = 0, tile_rows = rooflax::TileRows(rows, most);  // that the row is of
   std::vector<uint8_t> quantized;  // rows of kInt8, one after the other
@@ -384,9 +385,9 @@ void TestPacked(Code code, int64_t rows, int64_t inner, int64_t outer, bool byte
     if (grouped) {
       const int64_t first = tile * groups + row - tile;
       group_at.insert(group_at.end(), {first, tile_rows});
-      kernels.quantize_groups({x.data() + row * inner, reinterpret_cast<int8_t*>(&q[first * kGroup]),
+      kernels.quantize_groups({x.data() + row * inner, reinterpret_cast<int8_t*>(&q[first * kGroup * planes]),
                                &x_scale[first], &x_start[tile * groups * block.parts + row - tile], inner,
-                               tile_rows, rooflax::StartTimes(code), block.parts});
+                               tile_rows, rooflax::StartTimes(code), block.parts, planes});
     } else {
       std::vector<uint8_t> own(static_cast<size_t>(rooflax::RowBytes(stride)));
       kernels.quantize_row({x.data() + row * inner, own.data(), &x_scale[row], inner, stride});
@@ -413,6 +414,7 @@ void TestPacked(Code code, int64_t rows, int64_t inner, int64_t outer, bool byte
   args.rows = rows;
   args.stride = stride;
   args.inner = inner;
+  args.planes = planes;
   Share(2, [&](int64_t i) {  // all but the last, and the last
     rooflax::PackedArgs mine = args;
     mine.begin = i * (panels - 1);
@@ -426,7 +428,8 @@ void TestPacked(Code code, int64_t rows, int64_t inner, int64_t outer, bool byte
         double input = x[m * inner + k];
         if (bytes && grouped) {
           const int64_t group = group_at[2 * m] + k / kGroup * group_at[2 * m + 1];
-          input = static_cast<double>(static_cast<int8_t>(q[group * kGroup + k % kGroup])) * x_scale[group];
+          const auto byte = static_cast<int8_t>(q[group * kGroup + k % kGroup]);
+          input = (planes == 2 ? std::nearbyint(input / x_scale[group]) : static_cast<double>(byte)) * x_scale[group];
         } else if (bytes) {
           const auto byte = static_cast<uint8_t>(quantized[m * stride + k] - kernels.row_offset);
           input = static_cast<double>(static_cast<int8_t>(byte)) * x_scale[m];
@@ -938,6 +941,8 @@ int main() {
         TestPacked(Code::kMxfp4, rows, 96, packed, bytes);
         for (Code code : kBlockTypes) TestPacked(code, rows, 128, packed, bytes);
       }
+      for (Code code : {Code::kInt8Groups, Code::kInt4, Code::kMxfp4}) TestPacked(code, rows, 96, packed, true, 2);
+      for (Code code : kBlockTypes) TestPacked(code, rows, 128, packed, true, 2);
       TestPacked(Code::kFp8, rows, 67, 75, false);
       for (Code code : {Code::kFp8Groups, Code::kNf4, Code::kNvfp4}) {
         TestPacked(code, rows, rows == 30 ? 544 : 96, packed, false);
@@ -946,9 +951,13 @@ int main() {
         TestPacked(Code::kInt8, 45, 203, 75, true);
         for (Code code : {Code::kInt8Groups, Code::kInt4, Code::kMxfp4}) {
           TestPacked(code, 45, 192, 75, true);
+          TestPacked(code, 45, 192, 75, true, 2);
         }
         for (Code code : kBlockTypes) {
-          for (int64_t inner : {192, 512}) TestPacked(code, 45, inner, 75, true);
+          for (int64_t inner : {192, 512}) {
+            TestPacked(code, 45, inner, 75, true);
+            TestPacked(code, 45, inner, 75, true, 2);
+          }
         }
       }
       if (rows != 30) continue;

@@ -1,9 +1,9 @@
 """Names of the weight formats. A format states both widths: w4a8 is 4 bits times 8.
 
-"a16" leaves the activations as they are, "a8" rounds them to int8, and "a8x2" to the sum of two
-int8 numbers, each with a scale: the second rounds what the first one left. "g32" scales int8
-weights in groups of 32 inputs instead of one scale per output; "h64" rotates inputs in blocks of 64
-first, so that one scale is enough. Formats of four and six bits always have groups of 32.
+"a16" leaves the activations as they are, "a8" rounds them to int8, and "a8x2" to whole numbers of
+16 bits, each as two of int8. "g32" scales int8 weights in groups of 32 inputs instead of one scale
+per output; "h64" rotates inputs in blocks of 64 first, so that one scale is enough. Formats of four
+and six bits always have groups of 32.
 
 "int4+head=int8+v=int8" keeps some matrices in other formats: the head (and embedding), or those of
 a layer by their names in LLaMA's checkpoints: q, k, v, o, gate, up and down.
@@ -30,8 +30,8 @@ class Format:
     Attributes:
         code: of the weights; `ops.weights.formats` has a class for each.
         quantizes_activations: activations are rounded to int8, with one scale per row or per group.
-        num_terms: int8 numbers that a rounded activation is the sum of. Kernels of GPUs and TPUs
-            take one.
+        num_terms: int8 numbers that a rounded activation consists of, 256 times the first and the
+            second. Kernels of GPUs and TPUs take one.
     """
 
     code: str
@@ -117,7 +117,7 @@ def is_at_an_end(layer: int, num_layers: int) -> bool:
 
 
 def of_two_terms(name: str) -> str:
-    """The format with the same codes whose activations are the sum of two int8 numbers."""
+    """The format with the same codes and activations of two int8 numbers each."""
     return name.replace("a8", "a8x2") if "a8" in name else f"{name}-a8x2"
 
 

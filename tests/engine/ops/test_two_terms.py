@@ -1,4 +1,4 @@
-"""Activations as the sum of two int8 numbers: near those that are kept, and each row by itself."""
+"""Activations of two int8 numbers each: near those that are kept, and each row by itself."""
 
 from dataclasses import replace
 from functools import partial

@@ -117,7 +117,7 @@ class StoredOperand(Operand):
     Attributes:
         code: how numbers lie in its arrays, "matrix", "table", or a format's code.
         quantizes_activations: a matmul rounds activations to int8.
-        num_terms: int8 numbers that a rounded activation is the sum of.
+        num_terms: int8 numbers that a rounded activation consists of.
         rotates_inputs: a matmul rotates activations first, as the weight's inputs were.
         packing: in which order codes lie, "panels" or "matrix"; None where nothing is packed.
     """

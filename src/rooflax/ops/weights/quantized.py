@@ -224,12 +224,9 @@ class Quantized(StoredOperand):
         if not self.quantizes_activations:
             return x
         if not self.grouped:
-            return _as_int8(x)
+            return _rounded(x)
         groups = x.reshape(x.shape[0], -1, GROUP)
-        rounded = _as_int8(groups)
-        if self.num_terms == 2:
-            rounded = rounded + _as_int8(groups - rounded)
-        return rounded.reshape(x.shape)
+        return _rounded(groups, 127 * 256 ** (self.num_terms - 1)).reshape(x.shape)
 
     def dot(self, x: Float[Array, "rows in"]) -> Float[Array, "rows out"]:
         """Matmuls of rounded activations are summed exactly."""
@@ -339,14 +336,14 @@ def both_halves(body: np.ndarray) -> np.ndarray:
     return np.concatenate([body & 15, body >> 4], axis=-1)
 
 
-def _as_int8(x: jax.Array) -> jax.Array:
-    """x rounded to 127 steps of the largest of its last axis."""
-    codes, scales = int8_codes(x)
+def _rounded(x: jax.Array, most: int = 127) -> jax.Array:
+    """x rounded to `most` steps of the largest of its last axis."""
+    codes, scales = int8_codes(x, most)
     return codes * scales
 
 
-def int8_codes(x: Float[Array, "*batch in"]) -> tuple[jax.Array, jax.Array]:
-    """Whole numbers from -127 to 127, still as floats, and the size of a step per last axis."""
+def int8_codes(x: Float[Array, "*batch in"], most: int = 127) -> tuple[jax.Array, jax.Array]:
+    """Whole numbers from -most to most, still as floats, and the size of a step per last axis."""
     largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
-    inverse = jnp.where(largest > 0, 127.0 / jnp.where(largest > 0, largest, 1.0), 0.0)
-    return jnp.round(x * inverse), largest / 127.0
+    inverse = jnp.where(largest > 0, most / jnp.where(largest > 0, largest, 1.0), 0.0)
+    return jnp.round(x * inverse), largest / most

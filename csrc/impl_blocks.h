@@ -289,10 +289,47 @@ ROOFLAX_INLINE void AddGroupOf(const PackedArgs& a, const uint8_t* w, int64_t pa
   }
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// The same of M rows whose products are of signed bytes: what a code is made into serves all of them, and their
+// sums stay in registers.
+template <typename Type, int64_t M>
+ROOFLAX_INLINE void AddSigned(const PackedArgs& a, const uint8_t* w, int64_t panel, int64_t g, GroupRows rows,
+                              F16* totals) {
+  static_assert(Type::kParts == 1 && !Type::Scales::kHasMinimum);
+  I16 sums[M];
+  ROOFLAX_WHOLE
+  for (auto& sum : sums) sum = I16{};
+  ROOFLAX_WHOLE
+  for (int64_t q = 0; q < Type::kQuads; ++q) {
+    const auto codes = As<I16>(As<U16>(Type::Codes::Unsigned(w, q)) ^ 0x80808080u);
+    ROOFLAX_WHOLE
+    for (int64_t m = 0; m < M; ++m) {
+      sums[m] = DotRow(sums[m], BroadcastBytes(rows.x + m * kGroup + q * 4), codes);
+      KeepInRegister(sums[m]);
+    }
+  }
+  const Factors<1> factors = Type::Scales::Of(a, panel, g);
+  ROOFLAX_WHOLE
+  for (int64_t m = 0; m < M; ++m) totals[m] += ToFloat(sums[m]) * (factors.scale[0] * rows.scale[m]);
+}
+
+template <typename Type, int64_t M = kTileRows>
+ROOFLAX_INLINE void AddSignedUpTo(const PackedArgs& a, const uint8_t* w, int64_t panel, int64_t g, GroupRows rows,
+                                  int64_t count, F16* totals) {
+  if constexpr (M > 1) {
+    if (count < M) return AddSignedUpTo<Type, M - 1>(a, w, panel, g, rows, count, totals);
+  }
+  AddSigned<Type, M>(a, w, panel, g, rows, totals);
+}
+#endif
+
 template <typename Type>
 ROOFLAX_INLINE void AddGroup(const PackedArgs& a, const uint8_t* w, int64_t panel, int64_t g, GroupRows rows,
                              int64_t count, F16* totals) {
   if (a.planes == 2) return AddGroupOf<Type, PlanesOfGroup<Type>>(a, w, panel, g, rows, count, totals);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if constexpr (PartOfGroup<Type>::kSigned) return AddSignedUpTo<Type>(a, w, panel, g, rows, count, totals);
+#endif
   AddGroupOf<Type, PartOfGroup<Type>>(a, w, panel, g, rows, count, totals);
 }
 

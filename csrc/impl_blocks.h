@@ -15,6 +15,10 @@
 ROOFLAX_INLINE F16 LowHalf(I16 words) {
 #if defined(__AVX512F__)
   return As<F16>(_mm512_cvtph_ps(reinterpret_cast<__m256i>(LowHalves(As<U16>(words)))));
+#elif defined(__aarch64__)
+  F16 out;
+  ROOFLAX_EACH out.at[i] = vcvt_f32_f16((float16x4_t)vmovn_u32((uint32x4_t)words.at[i]));
+  return out;
 #else
   Half lane[kLanes];
   const H16 low = LowHalves(As<U16>(words));
@@ -179,6 +183,7 @@ void WithBlockType(Code code, Use use) {
   }
 }
 
+#if !defined(__aarch64__)
 // The products of a part of a group with a row, whole numbers, of codes as unsigned bytes; where a sum of
 // unsigned bytes does not fit, of signed ones, which nothing is to be taken from.
 template <typename Type>
@@ -314,3 +319,4 @@ void BlocksTimesBytes(const PackedArgs& a) {
     }
   }
 }
+#endif

@@ -7,12 +7,17 @@
 #include "kernels.h"
 
 #if defined(__linux__)
+#include <sys/auxv.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 #if defined(__x86_64__) && !defined(ROOFLAX_GENERIC_ONLY)
 #define ROOFLAX_X86
+#elif defined(__aarch64__) && !defined(ROOFLAX_GENERIC_ONLY)
+#define ROOFLAX_NEON
 #endif
 
 namespace rooflax {
@@ -31,6 +36,22 @@ bool HasAvx512() {
 }
 #endif
 
+#elif defined(ROOFLAX_NEON)
+#if defined(__linux__)
+bool HasDotProducts() { return (getauxval(AT_HWCAP) & 1ul << 20) != 0; }  // HWCAP_ASIMDDP
+bool HasMatrices() { return HasDotProducts() && (getauxval(AT_HWCAP2) & 1ul << 13) != 0; }  // HWCAP2_I8MM
+#elif defined(__APPLE__)
+bool Has(const char* feature) {
+  int is = 0;
+  size_t size = sizeof(is);
+  return sysctlbyname(feature, &is, &size, nullptr, 0) == 0 && is != 0;
+}
+bool HasDotProducts() { return Has("hw.optional.arm.FEAT_DotProd"); }
+bool HasMatrices() { return HasDotProducts() && Has("hw.optional.arm.FEAT_I8MM"); }
+#else
+bool HasDotProducts() { return false; }
+bool HasMatrices() { return false; }
+#endif
 #endif
 
 }  // namespace
@@ -82,6 +103,11 @@ const Kernels* FindKernels(const char* name) {
   if (std::strcmp(name, "avx512-far") == 0) return HasAvx512() ? &avx512_far::kKernels : nullptr;
   if (std::strcmp(name, "avx512") == 0) return HasAvx512() ? &avx512::kKernels : nullptr;
   if (std::strcmp(name, "avx2") == 0) return HasAvx2() ? &avx2::kKernels : nullptr;
+#elif defined(ROOFLAX_NEON)
+#if !defined(ROOFLAX_WITHOUT_I8MM)
+  if (std::strcmp(name, "neon-i8mm") == 0) return HasMatrices() ? &neon_i8mm::kKernels : nullptr;
+#endif
+  if (std::strcmp(name, "neon-dotprod") == 0) return HasDotProducts() ? &neon_dotprod::kKernels : nullptr;
 #endif
   return std::strcmp(name, "generic") == 0 ? &generic::kKernels : nullptr;
 }
@@ -93,7 +119,7 @@ const Kernels* Best() {
   if (const Kernels* found = FindKernels("amx")) return found;
   if (const Kernels* found = __builtin_cpu_is("amd") ? FindKernels("avx512-far") : nullptr) return found;
 #endif
-  for (const char* name : {"avx512", "avx2"}) {
+  for (const char* name : {"avx512", "avx2", "neon-i8mm", "neon-dotprod"}) {
     if (const Kernels* found = FindKernels(name)) return found;
   }
   return &generic::kKernels;
@@ -124,8 +150,8 @@ __attribute__((visibility("default"))) const char* rooflax_instruction_set() {
   return rooflax::ChosenKernels().name;
 }
 
-// Forces "generic", "avx2", "avx512", "avx512-far" or "amx" for all work, whatever was measured; 0 if this
-// processor lacks it. "" ends that.
+// Forces "generic", "avx2", "avx512", "avx512-far", "amx", "neon-dotprod" or "neon-i8mm" for all work, whatever was
+// measured; 0 if this processor lacks it. "" ends that.
 __attribute__((visibility("default"))) int rooflax_force_instruction_set(const char* name) {
   const rooflax::Kernels* found = *name ? rooflax::FindKernels(name) : nullptr;
   if (found == nullptr && *name) return 0;

@@ -15,6 +15,10 @@
 ROOFLAX_INLINE F16 LowHalf(I16 words) {
 #if defined(__AVX512F__)
   return As<F16>(_mm512_cvtph_ps(reinterpret_cast<__m256i>(LowHalves(As<U16>(words)))));
+#elif defined(__aarch64__)
+  F16 out;
+  ROOFLAX_EACH out.at[i] = vcvt_f32_f16((float16x4_t)vmovn_u32((uint32x4_t)words.at[i]));
+  return out;
 #else
   Half lane[kLanes];
   const H16 low = LowHalves(As<U16>(words));
@@ -179,6 +183,7 @@ void WithBlockType(Code code, Use use) {
   }
 }
 
+#if !defined(__aarch64__)
 // The products of a part of a group with a row, whole numbers, of codes as unsigned bytes; where a sum of
 // unsigned bytes does not fit, of signed ones, which nothing is to be taken from.
 template <typename Type>
@@ -367,7 +372,8 @@ void TileOfBlocks(const PackedArgs& a, int64_t row, int64_t count, int64_t panel
   for (int64_t g = 0; g < groups; ++g, w += Type::kBytes) {
     if (fetches) Prefetch(w + 4096, Type::Codes::kBits);
     const int64_t first = g * count;
-    AddGroup<Type>(a, w, panel, g, {x + first * kGroup * a.planes, scale + first, start + first * Type::kParts}, count, totals);
+    const GroupRows rows{x + first * kGroup * a.planes, scale + first, start + first * Type::kParts};
+    AddGroup<Type>(a, w, panel, g, rows, count, totals);
   }
   for (int64_t m = 0; m < count; ++m) FinishPanel(a.out, row + m, panel, totals[m]);
 }
@@ -394,3 +400,4 @@ void BlocksTimesBytes(const PackedArgs& a) {
     }
   }
 }
+#endif

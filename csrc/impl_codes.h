@@ -35,6 +35,13 @@ void BlocksTimesFloats(const PackedArgs& a) {
 
 void Bytes(const PackedArgs& a) {
   switch (a.code) {
+#if defined(__aarch64__)
+    case Code::kInt8: return RowsTimesBytes(a);
+    case Code::kInt8Groups: return GroupsTimesBytes<AsBlocks<Int8Group, Code::kInt8Groups>>(a);
+    case Code::kInt4: return GroupsTimesBytes<AsBlocks<Int4Group, Code::kInt4>>(a);
+    case Code::kMxfp4: return GroupsTimesBytes<AsBlocks<Mxfp4Group, Code::kMxfp4>>(a);
+    default: return WithBlockType(a.code, [&](auto type) { GroupsTimesBytes<decltype(type)>(a); });
+#else
     case Code::kInt8: return AllRows<Int8Tile>(a);
     case Code::kInt8Groups: return AllRows<GroupTile<Int8Group>>(a);
     case Code::kInt4: return AllRows<GroupTile<Int4Group>>(a);
@@ -43,6 +50,7 @@ void Bytes(const PackedArgs& a) {
     case Code::kIq4Nl: return AllRows<GroupTile<Iq4Group>>(a);
 #endif
     default: return WithBlockType(a.code, [&](auto type) { BlocksTimesBytes<decltype(type)>(a); });
+#endif
   }
 }
 

@@ -3,7 +3,7 @@
 // Rows of x and vectors of columns in a tile, whose sums fit into registers.
 #if defined(__AVX512F__)
 constexpr int64_t kTile = 12, kVectors = 2;
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || defined(__aarch64__)
 constexpr int64_t kTile = 6, kVectors = 1;
 #else
 constexpr int64_t kTile = 3, kVectors = 1;

@@ -10,7 +10,7 @@
 constexpr int64_t kDepth = 8, kFewTile = 1, kFewVectors = 2;
 constexpr int64_t kAhead = kFarApart ? 128 : 4096, kWideStripe = kFarApart ? 0 : 12;
 constexpr bool kOneFetches = kFarApart;
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || defined(__aarch64__)
 constexpr int64_t kDepth = 8, kFewTile = 4, kFewVectors = 1, kAhead = 128, kWideStripe = 0;
 constexpr bool kOneFetches = true;
 #else
@@ -191,7 +191,11 @@ void AddRows(const MatmulArgs& a, const float* x, const W* w, int64_t apart, int
   for (int64_t m = 0; m < M; ++m) {
     for (int64_t n = whole; n < width; ++n) {
       float sum = sums[m * a.parts_stride + n];
+#if defined(__aarch64__)  // else GCC multiplies in vectors and rounds before it adds
+      for (int64_t d = 0; d < D; ++d) sum = __builtin_fmaf(x[m * a.inner + d], Widen(w[d * step + n]), sum);
+#else
       for (int64_t d = 0; d < D; ++d) sum += x[m * a.inner + d] * Widen(w[d * step + n]);
+#endif
       sums[m * a.parts_stride + n] = sum;
     }
   }

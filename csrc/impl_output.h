@@ -120,6 +120,9 @@ inline void Finish(const Output& out, int64_t row, int64_t n, int64_t count, con
 // Writes a panel's sums of a row, as far as the outputs go.
 inline void FinishPanel(const Output& out, int64_t row, int64_t panel, F16 sums) {
   const int64_t n = panel * kPanel, at = row * out.outer + n;
+#if defined(__aarch64__)
+  KeepInRegister(sums);  // rounded, whatever they are a product of
+#endif
   if (n + kPanel > out.outer) return FinishPartOfPanel(out, row, n, sums);
   if (out.bias) sums += Load<F16>(out.bias + n);
   if (out.halves) {

@@ -6,7 +6,7 @@
 // The most rows of a tile, and of the matmuls that are made in one tile.
 #if defined(__AVX512F__)
 constexpr int64_t kTileRows = 12, kPanelRows = 8;
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || defined(__aarch64__)
 constexpr int64_t kTileRows = 4, kPanelRows = 4;
 #else
 constexpr int64_t kTileRows = 2, kPanelRows = 2;
@@ -220,6 +220,7 @@ struct Iq4Group {
   static F16 Scale(const void* scales, int64_t block) { return Int8Group::Scale(scales, block); }
 };
 
+#if !defined(__aarch64__)
 template <typename Group>
 struct GroupTile {
   static constexpr int64_t kGroupBytes = Group::kLines * 64;
@@ -404,6 +405,7 @@ struct GroupTile {
     }
   }
 };
+#endif
 
 // ---- Float32 times widened weights ----
 //

@@ -5,7 +5,7 @@
 //   kTableNear              rows of the table that all rows of x meet, before the next ones
 #if defined(__AVX512F__)
 constexpr int64_t kTableSums = 16, kTableRows = 8, kTableNear = 8;
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || defined(__aarch64__)
 constexpr int64_t kTableSums = 4, kTableRows = 3, kTableNear = 16;
 #else
 constexpr int64_t kTableSums = 2, kTableRows = 8, kTableNear = 8;

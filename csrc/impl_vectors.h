@@ -83,6 +83,10 @@ ROOFLAX_INLINE F16 LoadWide(const Half* from) {
     out.at[i] = _mm256_cvtph_ps(_mm_loadu_si128(bits));
   }
   return out;
+#elif defined(__aarch64__)
+  F16 out;
+  ROOFLAX_EACH out.at[i] = vcvt_f32_f16((float16x4_t)vld1_u16(&from[i * kPieceLanes].bits));
+  return out;
 #else
   float lane[kLanes];
   for (int64_t i = 0; i < kLanes; ++i) lane[i] = Widen(from[i]);
@@ -97,6 +101,12 @@ ROOFLAX_INLINE H16 ToHalf(F16 x) {
 #elif defined(__F16C__)
   const __m128i low = _mm256_cvtps_ph(x.at[0], _MM_FROUND_TO_NEAREST_INT);
   return (H16)_mm256_set_m128i(_mm256_cvtps_ph(x.at[1], _MM_FROUND_TO_NEAREST_INT), low);
+#elif defined(__aarch64__)
+  H16 out;
+  float16x4_t halves[kPieces];
+  ROOFLAX_EACH halves[i] = vcvt_f16_f32(x.at[i]);
+  std::memcpy(&out, halves, sizeof(out));
+  return out;
 #else
   float lane[kLanes];
   Store(lane, x);
@@ -119,6 +129,9 @@ ROOFLAX_INLINE F16 Abs(F16 x) { return As<F16>(As<I16>(x) & 0x7fffffff); }
 ROOFLAX_INLINE float Sum(F16 x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps(reinterpret_cast<__m512>(x));
+#elif defined(__aarch64__)
+  const float32x4_t four = (x.at[0] + x.at[2]) + (x.at[1] + x.at[3]);
+  return vaddv_f32(vget_low_f32(four) + vget_high_f32(four));
 #else
   float lane[kLanes];
   Store(lane, x);
@@ -168,6 +181,15 @@ ROOFLAX_INLINE F16 SumEach(const F16 x[kLanes]) {
   out.at[0] = _mm256_permute2f128_ps(first, second, 0x20);
   out.at[1] = _mm256_permute2f128_ps(first, second, 0x31);
   return out;
+#elif defined(__aarch64__)
+  const auto four = [x](int i) { return (x[i].at[0] + x[i].at[2]) + (x[i].at[1] + x[i].at[3]); };
+  const auto pairs = [four](int i) {
+    const float64x2_t a = (float64x2_t)four(i), b = (float64x2_t)four(i + 1);
+    return (float32x4_t)vzip1q_f64(a, b) + (float32x4_t)vzip2q_f64(a, b);
+  };
+  F16 out;
+  ROOFLAX_EACH out.at[i] = vpaddq_f32(pairs(4 * i), pairs(4 * i + 2));
+  return out;
 #else
   float lane[kLanes];
   for (int64_t i = 0; i < kLanes; ++i) lane[i] = Sum(x[i]);
@@ -208,6 +230,20 @@ ROOFLAX_INLINE I16 DotRow(I16 sums, I16 x, I16 w) {
     turned.at[i] = (I16::Piece)_mm256_sign_epi8((__m256i)x.at[i], (__m256i)w.at[i]);
   }
   return AddBoth(sums, AddPairs(I16{}, size, turned));
+}
+#elif defined(__aarch64__)
+constexpr int32_t kRowOffset = 0;
+// Of four lanes, and both signed. Two products of bytes fit into 16 bits.
+ROOFLAX_INLINE int32x4_t DotPiece(int32x4_t sums, int8x16_t x, int8x16_t w) {
+#if defined(__ARM_FEATURE_DOTPROD)
+  return vdotq_s32(sums, x, w);
+#else
+  return vpadalq_s16(sums, vpaddq_s16(vmull_s8(vget_low_s8(x), vget_low_s8(w)), vmull_high_s8(x, w)));
+#endif
+}
+ROOFLAX_INLINE I16 DotRow(I16 sums, I16 x, I16 w) {
+  ROOFLAX_EACH sums.at[i] = DotPiece(sums.at[i], (int8x16_t)x.at[i], (int8x16_t)w.at[i]);
+  return sums;
 }
 #else
 constexpr int32_t kRowOffset = 128;
@@ -278,6 +314,8 @@ ROOFLAX_INLINE void KeepInRegister(V& x) {
   asm("" : "+v"(x));
 #elif defined(__AVX2__) && !defined(__AVX512F__)
   ROOFLAX_EACH asm("" : "+x"(x.at[i]));
+#elif defined(__aarch64__)
+  ROOFLAX_EACH asm("" : "+w"(x.at[i]));
 #else
   (void)x;
 #endif
@@ -311,6 +349,14 @@ ROOFLAX_INLINE int32_t SumWhole(I16 x) {
   four = _mm_hadd_epi32(four, four);
   return _mm_cvtsi128_si32(_mm_hadd_epi32(four, four));
 }
+#elif defined(__aarch64__)
+ROOFLAX_INLINE bool AnyLane(I16 x) {
+  return vmaxvq_u32((uint32x4_t)((x.at[0] | x.at[1]) | (x.at[2] | x.at[3]))) != 0;
+}
+ROOFLAX_INLINE float Largest(F16 x) {
+  return vmaxnmvq_f32(vmaxnmq_f32(vmaxnmq_f32(x.at[0], x.at[1]), vmaxnmq_f32(x.at[2], x.at[3])));
+}
+ROOFLAX_INLINE int32_t SumWhole(I16 x) { return vaddvq_s32((x.at[0] + x.at[1]) + (x.at[2] + x.at[3])); }
 #else
 ROOFLAX_INLINE bool AnyLane(I16 x) {
   int32_t lane[kLanes], any = 0;
@@ -341,6 +387,9 @@ ROOFLAX_INLINE I16 LookUp(const uint8_t* table, I16 bytes) {
       _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
   ROOFLAX_EACH bytes.at[i] = (I16::Piece)_mm256_shuffle_epi8(values, (__m256i)bytes.at[i]);
   return bytes;
+#elif defined(__aarch64__)
+  ROOFLAX_EACH bytes.at[i] = (I16::Piece)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)bytes.at[i]);
+  return bytes;
 #else
   uint8_t number[64];
   Store(number, bytes);
@@ -363,6 +412,14 @@ ROOFLAX_INLINE F16 TakeLanes(F16 table, U16 numbers) {
     taken.at[i] = _mm256_blendv_ps(low, high, (__m256)_mm256_slli_epi32(index, 28));
   }
   return taken;
+#elif defined(__aarch64__)
+  const uint8x16x4_t bytes = {{(uint8x16_t)table.at[0], (uint8x16_t)table.at[1], (uint8x16_t)table.at[2],
+                               (uint8x16_t)table.at[3]}};
+  ROOFLAX_EACH {
+    const auto index = (uint8x16_t)((numbers.at[i] & 15u) * 0x04040404u + 0x03020100u);
+    table.at[i] = (F16::Piece)vqtbl4q_u8(bytes, index);
+  }
+  return table;
 #else
   float lane[kLanes];
   uint32_t number[kLanes];

@@ -7,6 +7,8 @@ constexpr int64_t kLanes = 16;
 constexpr int64_t kRegisters = 32, kStreams = ROOFLAX_STREAMS;
 #elif defined(__AVX2__)
 constexpr int64_t kRegisters = 8, kStreams = 4;
+#elif defined(__aarch64__)
+constexpr int64_t kRegisters = 8, kStreams = 1;
 #else
 constexpr int64_t kRegisters = 4, kStreams = 1;
 #endif
@@ -233,9 +235,26 @@ ROOFLAX_INLINE To LoadEach(const T* from) {
   }
   return out;
 }
+#if defined(__aarch64__)  // GCC widens and narrows byte by byte
+ROOFLAX_INLINE U16 LoadLanes(const uint16_t* from) {
+  const uint16x8_t low = vld1q_u16(from), high = vld1q_u16(from + 8);
+  return {{vmovl_u16(vget_low_u16(low)), vmovl_high_u16(low), vmovl_u16(vget_low_u16(high)), vmovl_high_u16(high)}};
+}
+ROOFLAX_INLINE I16 LoadLanes(const int8_t* from) {
+  const int8x16_t all = vld1q_s8(from);
+  const int16x8_t low = vmovl_s8(vget_low_s8(all)), high = vmovl_high_s8(all);
+  return {{vmovl_s16(vget_low_s16(low)), vmovl_high_s16(low), vmovl_s16(vget_low_s16(high)), vmovl_high_s16(high)}};
+}
+ROOFLAX_INLINE I16 LoadLanes(const uint8_t* from) {
+  const uint8x16_t all = vld1q_u8(from);
+  const int16x8_t low = (int16x8_t)vmovl_u8(vget_low_u8(all)), high = (int16x8_t)vmovl_high_u8(all);
+  return {{vmovl_s16(vget_low_s16(low)), vmovl_high_s16(low), vmovl_s16(vget_low_s16(high)), vmovl_high_s16(high)}};
+}
+#else
 ROOFLAX_INLINE U16 LoadLanes(const uint16_t* from) { return LoadEach<U16>(from); }
 ROOFLAX_INLINE I16 LoadLanes(const int8_t* from) { return LoadEach<I16>(from); }
 ROOFLAX_INLINE I16 LoadLanes(const uint8_t* from) { return LoadEach<I16>(from); }
+#endif
 
 #if defined(__AVX2__)
 ROOFLAX_INLINE H16 LowHalves(U16 x) {
@@ -246,6 +265,19 @@ ROOFLAX_INLINE H16 LowHalves(U16 x) {
 ROOFLAX_INLINE B16 LowBytes(I16 x) {
   const auto halves = (__m256i)LowHalves(As<U16>(x & 0xff));
   return (B16)_mm_packus_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+}
+#elif defined(__aarch64__)
+ROOFLAX_INLINE H16 LowHalves(U16 x) {
+  H16 out;
+  const uint16x8_t halves[] = {vuzp1q_u16((uint16x8_t)x.at[0], (uint16x8_t)x.at[1]),
+                               vuzp1q_u16((uint16x8_t)x.at[2], (uint16x8_t)x.at[3])};
+  std::memcpy(&out, halves, sizeof(out));
+  return out;
+}
+ROOFLAX_INLINE B16 LowBytes(I16 x) {
+  const int16x8_t low = vuzp1q_s16((int16x8_t)x.at[0], (int16x8_t)x.at[1]);
+  const int16x8_t high = vuzp1q_s16((int16x8_t)x.at[2], (int16x8_t)x.at[3]);
+  return (B16)vuzp1q_s8((int8x16_t)low, (int8x16_t)high);
 }
 #else
 template <typename To, typename Part, typename T>

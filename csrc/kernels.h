@@ -397,6 +397,8 @@ namespace avx2 { extern const Kernels kKernels; }
 namespace avx512 { extern const Kernels kKernels; }
 namespace avx512_far { extern const Kernels kKernels; }
 namespace amx { extern const TileKernels kTiles; }
+namespace neon_dotprod { extern const Kernels kKernels; }
+namespace neon_i8mm { extern const Kernels kKernels; }
 
 // Whether this processor has the tiles of AMX, and this process may use them.
 bool HasTiles();

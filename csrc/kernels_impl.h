@@ -17,6 +17,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace rooflax {
@@ -41,6 +43,9 @@ namespace {
 #include "impl_packed.h"
 #include "impl_pairs.h"
 #include "impl_blocks.h"
+#if defined(__aarch64__)
+#include "impl_neon.h"
+#endif
 #include "impl_codes.h"
 #include "impl_attention.h"
 #include "impl_whole.h"

@@ -334,8 +334,10 @@ Number BlockNumber(Code code, const std::vector<uint8_t>& w, const Scales& scale
 
 float PartScale(Code code, int64_t k) { return code == Code::kNvfp4 && k % kGroup >= 16 ? 0.5f : 0.25f; }
 
-// Of two planes the rows' numbers are those of 16 bits that rounding gives, wherever the kernels keep them.
-void TestPacked(Code code, int64_t rows, int64_t inner, int64_t outer, bool bytes, int64_t planes = 1) {
+// Rows are those of a test of fewer, whose outputs are the same bits. Of two planes the rows' numbers are those of
+// 16 bits that rounding gives, wherever the kernels keep them.
+std::vector<float> TestPacked(Code code, int64_t rows, int64_t inner, int64_t outer, bool bytes,
+                              int64_t planes = 1) {
   const bool grouped = code != Code::kInt8 && code != Code::kFp8;
   const int64_t panels = (outer + kPanel - 1) / kPanel, quads = (inner + 3) / 4, stride = quads * 4;
   const int64_t groups = grouped ? inner / kGroup : 1;
@@ -424,6 +426,7 @@ void TestPacked(Code code, int64_t rows, int64_t inner, int64_t outer, bool byte
   for (int64_t m = 0; m < rows; ++m) {
     for (int64_t n = 0; n < outer; ++n) {
       double wanted = 0, size = 0;
+      int64_t exact = 0;
       for (int64_t k = 0; k < inner; ++k) {
         double input = x[m * inner + k];
         if (bytes && grouped) {
@@ -437,11 +440,20 @@ void TestPacked(Code code, int64_t rows, int64_t inner, int64_t outer, bool byte
         const Number number = numbers[static_cast<size_t>(n * inner + k)];
         wanted += input * number.scaled - input * number.minimum;
         size += std::fabs(input) * (std::fabs(number.scaled) + std::fabs(number.minimum));
+        if (bytes && code == Code::kInt8) exact += std::lround(input / x_scale[m] * number.scaled * 4);
+      }
+      if (bytes && code == Code::kInt8) {  // whole numbers, scaled once
+        Check("a sum of bytes", y[m * outer + n], static_cast<float>(exact) * (0.25f * x_scale[m]), 0.0f);
       }
       Check("packed " + std::to_string(static_cast<int>(code)), y[m * outer + n],
             static_cast<float>(wanted), static_cast<float>(1e-5 * size + 1e-5));
     }
   }
+  for (int64_t fewer = 1; fewer <= 2 && rows > 2; ++fewer) {
+    const auto some = TestPacked(code, fewer, inner, outer, bytes, planes);
+    for (size_t i = 0; i < some.size(); ++i) Check("packed rows alone", some[i], y[i], 0.0f);
+  }
+  return y;
 }
 
 void TestBefore(rooflax::Before kind, bool gated, int64_t inner) {
@@ -914,7 +926,7 @@ int main() {
   TestMaskExchange();
   TestPackBlocks();
   TestEncoders();
-  for (const char* name : {"generic", "avx2", "avx512", "avx512-far", "amx"}) {
+  for (const char* name : {"generic", "avx2", "avx512", "avx512-far", "amx", "neon-dotprod", "neon-i8mm"}) {
     if (!rooflax_force_instruction_set(name)) continue;
     for (int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 30}) {
       for (bool narrow : {false, true}) {

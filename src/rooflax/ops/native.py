@@ -35,7 +35,9 @@ READ_AS = {"int4-z64": "q4_k", "int4-z128": "q4_k"}
 KERNELS_VERSION = 23
 """Version of what the arguments of its functions mean; csrc/attention_ffi.cc says the library's."""
 OLDER = "the native library is not of this version; install rooflax again"
-INSTRUCTION_SETS = ("generic", "avx2", "avx512", "avx512-far", "amx")
+INSTRUCTION_SETS = (
+    "generic", "avx2", "avx512", "avx512-far", "amx", "neon-dotprod", "neon-i8mm",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

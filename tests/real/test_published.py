@@ -17,10 +17,12 @@ from rooflax import LLM
 from rooflax.errors import RequestError
 from rooflax.loading.incremental import IncrementalDecoder
 from rooflax.loading.save import save
+from tests.engine.product.test_docs import run
 from tests.real import minilm
 from tests.real.fetch import MINILM
 from tests.real.figures import AT_ONCE, FILE, sums
 from tests.real.texts import NUM_WINDOWS, WINDOW, lines, windows
+from tests.support.product.snippets import snippets
 
 FIGURES = json.loads(FILE.read_text())
 FACTS = {
@@ -181,7 +183,7 @@ def test_load_time_and_memory(real, note):
 
 @pytest.fixture(scope="module")
 def minilm_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("minilm")
+    folder = tmp_path_factory.mktemp("minilm") / "all-MiniLM-L6-v2"
     with zipfile.ZipFile(MINILM.path) as archive:
         archive.extractall(folder)
     return folder
@@ -201,6 +203,18 @@ def test_vectors_of_minilm_equal_those_of_sentence_transformers(minilm_folder):
     assert (coarse * found).sum(1).min() > 0.998  # the shortest text loses most: 0.9989
     with pytest.raises(RequestError, match="it generates none"):
         llm.generate("x")
+
+
+def test_the_pages_examples_say_what_they_give(minilm_folder, monkeypatch, capsys):
+    monkeypatch.chdir(minilm_folder.parent)
+    namespace: dict = {}
+    for snippet in snippets("docs/embedding.md", "python"):
+        if "reranker" not in snippet.code and "openai" not in snippet.code:
+            run("docs/embedding.md", snippet, namespace)
+    np.testing.assert_allclose(namespace["similarities"], [1, 0.39, -0.03], atol=0.005)
+    assert namespace["best"] == "The sky is blue today."
+    shapes = ["(3, 384) float32", "(3, 32)", "(1, 384)", "(1, 384)"]
+    assert capsys.readouterr().out.splitlines() == shapes
 
 
 def test_embed_writes_the_same_vectors(minilm_folder, tmp_path):

@@ -18,7 +18,8 @@ import pytest
 
 from rooflax.cli.main import VERBS, parse
 from rooflax.errors import RequestError
-from tests import gguf_cases, goldens
+from tests import encoder_cases, gguf_cases, goldens
+from tests.pooling_cases import NORMALIZE, pooling, write_modules
 from tests.support.product.snippets import BLOCK, ROOT, Snippet, commands, snippets
 
 pytestmark = pytest.mark.oldest_jax
@@ -59,6 +60,10 @@ def test_usage_snippets_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert "try:\n    import linecache\nexcept ImportError:\n" in out
 
 
+def test_snippets_of_embedding_run(workplace: Path) -> None:
+    assert run_all("docs/embedding.md") == 6
+
+
 def test_the_tutorials_snippets_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_all("docs/tutorial.md") == 3
     assert "get_weather {'city': 'Oslo'}" in capsys.readouterr().out
@@ -92,11 +97,15 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     files = {"prompts": prompts, "questions": questions, "choices": choices, "texts": texts}
     for name, lines in files.items():
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "lines.txt").write_text("A man is eating pasta.\nThe sky is blue.\n")
     (tmp_path / "notes.txt").write_text("A note about the roofline. " * 20)
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "module.py").write_text("def add(a, b):\n    return a + b\n" * 200)
     shutil.copy(gguf_cases.gguf("llama3", "q8_0"), tmp_path / "model.gguf")
     goldens.write_checkpoint(tmp_path / "model", "llama_gqa", goldens.committed("llama_gqa"))
+    encoder_cases.write(tmp_path / "reranker", "bert", scores=True)
+    encoder = encoder_cases.write(tmp_path / "all-MiniLM-L6-v2", "bert")
+    write_modules(encoder, pooling("mean_tokens", 60), NORMALIZE)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -16,6 +16,7 @@ from tests import encoder_cases, goldens
 from tests.engine.server.test_apis import mutated
 from tests.engine.test_embedding import TEXTS, add_modules
 from tests.pooling_cases import NORMALIZE, SCORE, pooling, write_modules
+from tests.support.product.snippets import snippets
 from tests.support.server.live import serving
 
 pytestmark = pytest.mark.oldest_jax
@@ -93,6 +94,18 @@ def test_openais_client_embeds(embeds, wanted):
     with openai.OpenAI(base_url=f"{embeds.url}/v1", api_key="none") as client:
         found = client.embeddings.create(model=client.models.list().data[0].id, input=TEXTS)
     np.testing.assert_allclose([line.embedding for line in found.data], wanted, atol=1e-6)
+
+
+def test_the_pages_client_embeds(embeds, capsys):
+    (code,) = [s.code for s in snippets("docs/embedding.md", "python") if "openai" in s.code]
+    name = httpx.get(f"{embeds.url}/v1/models").json()["data"][0]["id"]
+    for old, new in {"http://127.0.0.1:8000": embeds.url, "all-MiniLM-L6-v2": name}.items():
+        code = code.replace(old, new)
+    namespace: dict = {}
+    exec(code, namespace)
+    namespace["client"].close()
+    size = len(namespace["answer"].data[0].embedding)
+    assert capsys.readouterr().out.startswith(f"{size} ")
 
 
 def test_many_clients_get_their_own_vectors(embeds, wanted):

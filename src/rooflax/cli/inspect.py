@@ -175,6 +175,7 @@ def weights(info: ModelInfo) -> dict[str, Any]:
         "parameters": total,
         "parameters_by_part": dict(parts.most_common()),
         "formats": None if info.folder is None else formats(info),
+        "not_applied": list(info.not_applied),
     }
     if info.folder is None:
         dtype = str(info.raw_config.get("torch_dtype", "float32"))
@@ -310,6 +311,7 @@ def lines(report: dict[str, Any]) -> list[str]:
         "",
         *_section("architecture", _architecture_rows(report["architecture"])),
         *_section("weights", _weight_rows(report["weights"]), right=(1, 2)),
+        *_not_applied_lines(report["weights"]["not_applied"]),
         *_section(_memory_title(report["memory"]), _memory_rows(report["memory"]), right=(1,)),
         *_offloading_section(report["memory"]["offloading"]),
         *_mesh_section(report["memory"]["mesh"]),
@@ -354,6 +356,10 @@ def _weight_rows(known: dict[str, Any]) -> list[tuple[str, ...]]:
         size = f"{known['published_bytes'] / 1e9:,.1f} GB"
         rows.append((f"as published: {known['published_dtype']}", size, "random here"))
     return rows
+
+
+def _not_applied_lines(names: list[str]) -> list[str]:
+    return [f"Its scheme has {' and '.join(names)}; they are not applied.", ""] if names else []
 
 
 def _memory_title(known: dict[str, Any]) -> str:

@@ -119,6 +119,9 @@ def _loaded(
     if plan.info.left_out and not args.quiet:
         towers = " and ".join(plan.info.left_out)
         terminal.say(f"{name}: its text model is used, its {towers} tower is left out.")
+    if plan.info.not_applied and not args.quiet:
+        wanted = " and ".join(plan.info.not_applied)
+        terminal.say(f"{name}: its scheme has {wanted}; they are not applied.")
     if plan.adapter is not None and plan.adapter.config.warning and not args.quiet:
         terminal.say(plan.adapter.config.warning)
     with (

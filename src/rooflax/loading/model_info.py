@@ -22,7 +22,14 @@ from rooflax.loading.json_files import read_config_json
 from rooflax.loading.mxfp4 import Mxfp4Weights
 from rooflax.loading.packed import PackedWeights, is_packed
 from rooflax.loading.pooling import Pooling, gguf_pooling
-from rooflax.loading.schemes import CodedWeights, KeptCodes, Scheme, read_scheme
+from rooflax.loading.schemes import (
+    CodedWeights,
+    KeptCodes,
+    Scheme,
+    declared_in,
+    not_applied,
+    read_scheme,
+)
 from rooflax.loading.score_head import folder_pooling
 from rooflax.loading.source import Source
 from rooflax.loading.tokenizer import Tokenizer
@@ -65,6 +72,13 @@ class ModelInfo:
     def left_out(self) -> tuple[str, ...]:
         """Parts of the checkpoint that the text model does without: "vision", "audio"."""
         return tuple(part for part in TOWERS if self.raw_config.get(f"{part}_config"))
+
+    @property
+    def not_applied(self) -> tuple[str, ...]:
+        """What the checkpoint's quantization scheme wants besides weights, and does not get."""
+        if self.scheme is None or self.folder is None:
+            return ()
+        return not_applied(declared_in(self.raw_config, self.folder) or {})
 
     def tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer; the embedded one for a preset.

@@ -12,6 +12,7 @@ import pytest
 
 from rooflax.errors import RooflaxError, UnsupportedModelError
 from rooflax.loading.model_info import model_info
+from rooflax.loading.schemes import not_applied
 from rooflax.models.config_reader import ACCEPTED, SAME_LENGTH
 from rooflax.models.presets import PRESETS, PUBLISHED
 from rooflax.models.registry import families, read_config
@@ -68,6 +69,30 @@ def test_a_published_quantization_opens_or_is_rejected_for_the_reason_beside_it(
     with pytest.raises(UnsupportedModelError) as caught:
         model_info(tmp_path)
     assert str(caught.value).startswith(row["outcome"])
+
+
+STATIC, ROUNDED = "static scales of activations", "rounded activations"
+KV_CACHE = "a type of the KV cache"
+
+
+@pytest.mark.parametrize(
+    ("declared", "wanted"),
+    [
+        ({"quant_method": "fp8", "activation_scheme": "static"}, (STATIC,)),
+        ({"quant_method": "fp8", "kv_cache_quant_method": "fp8"}, (ROUNDED, KV_CACHE)),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
+         (STATIC, KV_CACHE)),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {
+            "input_activations": {"num_bits": 8, "dynamic": False}}}}, (STATIC,)),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {
+            "input_activations": {"num_bits": 8, "dynamic": True}}}}, (ROUNDED,)),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": None, "config_groups": {
+            "group_0": {"input_activations": None}}}, ()),
+        ({"quant_method": "awq"}, ()),
+    ],
+)  # fmt: skip
+def test_what_a_scheme_wants_besides_weights_is_named(declared, wanted):
+    assert not_applied(declared) == wanted
 
 
 def test_the_table_is_of_families_and_names_its_sources():

@@ -28,10 +28,11 @@ READERS: dict[str, Callable[[ConfigReader], Scheme]] = {
 }
 KEYS = ("quantization_config", "compression_config", "quantization")
 """Keys of config.json: the second is compressed-tensors' older one, the third MLX's."""
+KV_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_method")
 BESIDE = "hf_quant_config.json"
 """The file in which modelopt says what config.json may leave out."""
 
-__all__ = ["CodedWeights", "KeptCodes", "Scheme", "declared_in", "read_scheme"]
+__all__ = ["CodedWeights", "KeptCodes", "Scheme", "declared_in", "not_applied", "read_scheme"]
 
 
 def declared_in(raw: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
@@ -43,6 +44,27 @@ def declared_in(raw: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
             return {"quant_method": named} | declared
     declared = read_json_object(folder / BESIDE).get("quantization")
     return {"quant_method": "modelopt"} | declared if isinstance(declared, dict) else None
+
+
+def not_applied(declared: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names what a scheme wants of activations and the KV cache, which keep their own types.
+
+    Args:
+        declared: as `declared_in` gives it.
+    """
+    method, groups = declared.get("quant_method"), declared.get("config_groups")
+    groups = groups.values() if isinstance(groups, dict) else ()
+    inputs = [group.get("input_activations") for group in groups if isinstance(group, dict)]
+    rounded = [each for each in inputs if isinstance(each, dict)]
+    is_static = declared.get("activation_scheme") == "static" or method == "modelopt"
+    named = []
+    if is_static or any(not each.get("dynamic") for each in rounded):
+        named.append("static scales of activations")
+    elif rounded or method in ("fp8", "fbgemm_fp8"):
+        named.append("rounded activations")
+    if any(declared.get(key) for key in KV_KEYS):
+        named.append("a type of the KV cache")
+    return tuple(named)
 
 
 def read_scheme(raw: Mapping[str, Any], folder: Path, ignore: Sequence[str] = ()) -> Scheme | None:

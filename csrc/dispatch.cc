@@ -107,7 +107,9 @@ const Kernels* FindKernels(const char* name) {
 #if !defined(ROOFLAX_WITHOUT_I8MM)
   if (std::strcmp(name, "neon-i8mm") == 0) return HasMatrices() ? &neon_i8mm::kKernels : nullptr;
 #endif
+#if !defined(ROOFLAX_WITHOUT_DOTPROD)
   if (std::strcmp(name, "neon-dotprod") == 0) return HasDotProducts() ? &neon_dotprod::kKernels : nullptr;
+#endif
 #endif
   return std::strcmp(name, "generic") == 0 ? &generic::kKernels : nullptr;
 }

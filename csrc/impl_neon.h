@@ -153,8 +153,8 @@ ROOFLAX_INLINE void AddPairs(const int8_t* const* x, int64_t at, const uint8_t* 
   ROOFLAX_WHOLE
   for (int64_t i = 0; i < 4; ++i) {
     const int64_t octet = i / 2, piece = i % 2;
-    const auto* from = reinterpret_cast<const int32_t*>(w + octet * 128 + piece * 16);
-    const int32x4_t one = vld1q_s32(from), two = vld1q_s32(from + 16);
+    const uint8_t* from = w + octet * 128 + piece * 16;
+    const auto one = (int32x4_t)vld1q_u8(from), two = (int32x4_t)vld1q_u8(from + 64);
     const auto low = (int8x16_t)vzip1q_s32(one, two), high = (int8x16_t)vzip2q_s32(one, two);
     ROOFLAX_WHOLE
     for (int64_t p = 0; p < P; ++p) {

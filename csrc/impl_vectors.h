@@ -233,12 +233,13 @@ ROOFLAX_INLINE I16 DotRow(I16 sums, I16 x, I16 w) {
 }
 #elif defined(__aarch64__)
 constexpr int32_t kRowOffset = 0;
-// Of four lanes, and both signed. Two products of bytes fit into 16 bits.
+// Of four lanes, and both signed. A product of bytes fits into 16 bits, the sum of two of -128 by -128 does not.
 ROOFLAX_INLINE int32x4_t DotPiece(int32x4_t sums, int8x16_t x, int8x16_t w) {
 #if defined(__ARM_FEATURE_DOTPROD)
   return vdotq_s32(sums, x, w);
 #else
-  return vpadalq_s16(sums, vpaddq_s16(vmull_s8(vget_low_s8(x), vget_low_s8(w)), vmull_high_s8(x, w)));
+  const int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(x), vget_low_s8(w)));
+  return vaddq_s32(sums, vpaddq_s32(low, vpaddlq_s16(vmull_high_s8(x, w))));
 #endif
 }
 ROOFLAX_INLINE I16 DotRow(I16 sums, I16 x, I16 w) {

@@ -69,17 +69,17 @@ class Costs:
     pair_s: float = 1.66e-9
 
     def tokens(self, count: int) -> float:
-        """Of a step of so many tokens, without attention."""
+        """Seconds of a step of so many tokens, without attention."""
         at = min(max(bisect(self.points, (count, math.inf)), 1), len(self.points) - 1)
         (x0, y0), (x1, y1) = self.points[at - 1 : at + 1]
         return y0 + (count - x0) * (y1 - y0) / (x1 - x0)
 
     def decode(self, rows: int, context: int, steps: int = 1) -> float:
-        """Of one dispatch; `context` is of all rows together."""
+        """Seconds of one dispatch; `context` is of all rows together."""
         return self.dispatch_s + steps * (self.tokens(rows) + self.context_s * context)
 
     def step(self, tokens: int, context: int, pairs: float) -> float:
-        """Of prompt chunks and decode rows together."""
+        """Seconds of prompt chunks and decode rows together."""
         return self.tokens(tokens) + self.context_s * context + self.pair_s * pairs
 
 
@@ -116,7 +116,9 @@ MIXES = {
 
 
 class Request(NamedTuple):
-    """Attributes:
+    """A request of a session.
+
+    Attributes:
     own: tokens of the prompt behind the shared ones.
     """
 
@@ -205,7 +207,7 @@ class Replica:
     """One engine without a model.
 
     Args:
-        budget: most tokens of a step (`--max-tokens-per-step`).
+        budget: most tokens of a step (`max_tokens_per_step`).
         decode_steps: of a dispatch.
         kind: "both", or "prefill" or "decode" of replicas that have one part.
         transfer_s: of a token's K and V, from a prefill replica.
@@ -275,7 +277,7 @@ class Replica:
         self.scheduler.add(Sequence(number, ids, SamplingParams(), most, frozenset()))
 
     def seconds(self, plan: StepPlan) -> float:
-        """Of a plan, padded to its bucket."""
+        """Seconds of a plan, padded to its bucket."""
         context = sum(s.num_tokens for s in plan.decodes)
         if not plan.prefills:
             rows = self.buckets.decode(len(plan.decodes), 1).tokens
@@ -362,7 +364,7 @@ class Router:
 
 
 def quantile(parts: list[tuple[list[float], float]], q: float) -> float:
-    """Of values with a weight each."""
+    """Quantile of values with a weight each."""
     values = np.concatenate([np.asarray(part) for part, _ in parts])
     weights = np.concatenate([np.full(len(part), weight) for part, weight in parts])
     if not len(values):
@@ -443,7 +445,7 @@ def parts(mix: Mix, gb_per_s: float) -> list[dict[str, Any]]:
 
 
 def simulated(gb_per_s: float, workers: int) -> dict[str, Any]:
-    """Everything, as docs/scale.json has it."""
+    """All figures, as docs/scale.json has them."""
     tasks: list[tuple[Any, ...]] = [
         (f"routing {m} {p} {n}", routing, MIXES[m], p, n)
         for m, policies in POLICIES.items()

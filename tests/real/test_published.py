@@ -41,7 +41,9 @@ TIE = 1e-4
 SAME_LOSS = 1e-4
 NUM_ORACLE_WINDOWS, NUM_FORMAT_WINDOWS = 4, 2
 OWN_FORMAT = 1e-3
-"""Of perplexity: how far the file's own format may be from the file's weights in float32."""
+"""Of perplexity: how far the file's own format should be from the file's weights in float32."""
+OWN_FORMAT_LIMIT = 2.5e-3
+"""How far it may be: below what one int8 number everywhere costs on SmolLM2."""
 LIMITS = {
     "SmolLM2-135M-Instruct.Q4_1": {
         "int8": 1.004, "w8a8-g32": 1.003, "fp8": 1.03, "int4": 1.09, "w4a16": 1.09,
@@ -131,10 +133,12 @@ def test_perplexity_in_the_files_own_format(real, note):
     assert abs(math.exp(own - exact) - 1) < abs(math.exp(theirs - exact) - 1)
 
 
-def test_the_files_own_format_keeps_the_perplexity(real, request):
-    why = "0.06% to 0.11% with AVX-512 (llama.cpp 0.34% to 0.38%); AVX2 is not measured apart"
-    request.applymarker(pytest.mark.xfail(reason=why))
-    assert abs(math.exp(own_loss(real) - FIGURES[real.name]["float32"]) - 1) <= OWN_FORMAT
+def test_the_files_own_format_keeps_the_perplexity(real):
+    """Within 0.1% is the aim, and not sure: 0.02% to 0.17% were seen, each known to 0.035%."""
+    excess = abs(math.exp(own_loss(real) - FIGURES[real.name]["float32"]) - 1)
+    assert excess <= OWN_FORMAT_LIMIT
+    if excess > OWN_FORMAT:
+        pytest.xfail(f"{excess:.3%} is above the aim of {OWN_FORMAT:.1%}")
 
 
 @cache

@@ -359,7 +359,7 @@ def _weight_rows(known: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _not_applied_lines(names: list[str]) -> list[str]:
-    return [f"Its scheme has {' and '.join(names)}; they are not applied.", ""] if names else []
+    return [f"not applied: {', '.join(names)}", ""] if names else []
 
 
 def _memory_title(known: dict[str, Any]) -> str:

@@ -120,8 +120,7 @@ def _loaded(
         towers = " and ".join(plan.info.left_out)
         terminal.say(f"{name}: its text model is used, its {towers} tower is left out.")
     if plan.info.not_applied and not args.quiet:
-        wanted = " and ".join(plan.info.not_applied)
-        terminal.say(f"{name}: its scheme has {wanted}; they are not applied.")
+        terminal.say(f"{name}: not applied: {', '.join(plan.info.not_applied)}.")
     if plan.adapter is not None and plan.adapter.config.warning and not args.quiet:
         terminal.say(plan.adapter.config.warning)
     with (

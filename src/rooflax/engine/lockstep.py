@@ -22,7 +22,8 @@ ROOT = "rooflax"
 WAIT_MS = 10_000
 """Milliseconds of one wait for an answer; it is asked for again, as long as the job lives."""
 NOTICE_S = 20
-"""Seconds in which JAX's client ends a process whose coordinator is gone."""
+"""Seconds to wait for JAX's client, which ends the process with a message of its own: more than
+its heartbeat's limit in cli/platform.py."""
 GROUP = 64
 """Calls whose keys are deleted together."""
 END = "end"
@@ -120,9 +121,11 @@ class Lockstep:
             try:
                 return self._client.blocking_key_value_get_bytes(key, WAIT_MS)
             except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    time.sleep(NOTICE_S)  # the client's own thread sees it too, and says it once
-                    raise EngineError(f"process 0 cannot be reached: {error}") from None
+                if "DEADLINE_EXCEEDED" in str(error):
+                    continue
+                if "UNAVAILABLE" in str(error) and not self.leads:
+                    time.sleep(NOTICE_S)
+                raise EngineError(f"the job's key-value store fails: {error}") from None
 
 
 def _key(number: int) -> str:

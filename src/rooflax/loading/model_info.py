@@ -75,7 +75,7 @@ class ModelInfo:
 
     @property
     def not_applied(self) -> tuple[str, ...]:
-        """Wishes of the checkpoint's quantization scheme besides weights, which are not applied."""
+        """Settings of the checkpoint's quantization scheme that are not applied."""
         if self.scheme is None or self.folder is None:
             return ()
         return not_applied(declared_in(self.raw_config, self.folder) or {})

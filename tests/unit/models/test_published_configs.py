@@ -71,8 +71,8 @@ def test_a_published_quantization_opens_or_is_rejected_for_the_reason_beside_it(
     assert str(caught.value).startswith(row["outcome"])
 
 
-STATIC, ROUNDED = "static scales of activations", "rounded activations"
-KV_CACHE = "a type of the KV cache"
+STATIC, ROUNDED = "static activation scales", "activation quantization"
+KV_CACHE = "KV-cache quantization"
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,12 @@ KV_CACHE = "a type of the KV cache"
         ({"quant_method": "compressed-tensors", "kv_cache_scheme": None, "config_groups": {
             "group_0": {"input_activations": None}}}, ()),
         ({"quant_method": "awq"}, ()),
+        *(({"quant_method": "modelopt", "quant_algo": name}, wanted) for name, wanted in {
+            "FP8": (STATIC,), "NVFP4": (STATIC,), "MIXED_PRECISION": (STATIC,), "FP8_PB_WO": (),
+            "W4A16_NVFP4": (), "FP8_PER_CHANNEL_PER_TOKEN": (ROUNDED,)}.items()),
     ],
 )  # fmt: skip
-def test_what_a_scheme_wants_besides_weights_is_named(declared, wanted):
+def test_settings_that_are_not_applied_are_named(declared, wanted):
     assert not_applied(declared) == wanted
 
 

@@ -44,7 +44,6 @@ def test_every_request_ends_or_is_refused(kind, rate):
 
 
 def test_a_conversations_next_request_begins_with_the_one_before():
-    jobs = [job for job in requests(SHORT["agents"], 8) if job.session == 0]
     sessions: dict = {}
     for job in requests(SHORT["agents"], 8):
         sessions.setdefault(job.session, []).append(job)

@@ -29,6 +29,9 @@ READERS: dict[str, Callable[[ConfigReader], Scheme]] = {
 KEYS = ("quantization_config", "compression_config", "quantization")
 """Keys of config.json: the second is compressed-tensors' older one, the third MLX's."""
 KV_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_method")
+"""Keys that quantize the KV cache."""
+STATIC, DYNAMIC = ("FP8", "NVFP4", "MIXED_PRECISION"), ("FP8_PER_CHANNEL_PER_TOKEN",)
+"""modelopt's algorithms that quantize activations, by stored scales and by their own."""
 BESIDE = "hf_quant_config.json"
 """The file in which modelopt says what config.json may leave out."""
 
@@ -47,7 +50,7 @@ def declared_in(raw: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
 
 
 def not_applied(declared: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names what a scheme wants of activations and the KV cache, which keep their own types.
+    """Settings of a quantization scheme that rooflax does not apply: of activations and KV cache.
 
     Args:
         declared: as `declared_in` gives it.
@@ -56,14 +59,15 @@ def not_applied(declared: Mapping[str, Any]) -> tuple[str, ...]:
     groups = groups.values() if isinstance(groups, dict) else ()
     inputs = [group.get("input_activations") for group in groups if isinstance(group, dict)]
     rounded = [each for each in inputs if isinstance(each, dict)]
-    is_static = declared.get("activation_scheme") == "static" or method == "modelopt"
+    algorithm = declared.get("quant_algo")
+    is_static = declared.get("activation_scheme") == "static" or algorithm in STATIC
     named = []
     if is_static or any(not each.get("dynamic") for each in rounded):
-        named.append("static scales of activations")
-    elif rounded or method in ("fp8", "fbgemm_fp8"):
-        named.append("rounded activations")
+        named.append("static activation scales")
+    elif rounded or method in ("fp8", "fbgemm_fp8") or algorithm in DYNAMIC:
+        named.append("activation quantization")
     if any(declared.get(key) for key in KV_KEYS):
-        named.append("a type of the KV cache")
+        named.append("KV-cache quantization")
     return tuple(named)
 
 

@@ -114,68 +114,79 @@ ROOFLAX_INLINE void AddTile(const float* x, int64_t inner, const LoadRow& load, 
   }
 }
 
-// The same of M rows and a pair of vectors, a tile at a time; vector_of(d, i) is vector i of row d.
-template <int64_t M, int64_t D, typename VectorOf>
-ROOFLAX_INLINE void AddTiles(const float* x, int64_t inner, const VectorOf& vector_of, float* sums,
-                             int64_t stride) {
+// How many tiles of each number of rows; all are about as tall.
+struct RowTiles {
+  int64_t of[kFewTile + 1] = {};
+
+  explicit RowTiles(int64_t rows) {
+    for (int64_t tall; rows > 0; rows -= tall) ++of[tall = Evenly(rows, kFewTile)];
+  }
+};
+
+// The same of a pair of vectors and all rows, the tallest tiles first; vector_of(d, i) is vector i of row d.
+template <int64_t R, int64_t D, typename VectorOf>
+ROOFLAX_INLINE void AddTiles(const RowTiles& tiles, const float* x, int64_t inner, const VectorOf& vector_of,
+                             float* sums, int64_t stride) {
   static_assert(2 % kFewVectors == 0);
-  constexpr int64_t kFirst = Evenly(M, kFewTile);
-  ROOFLAX_WHOLE
-  for (int64_t first = 0; first < 2; first += kFewVectors) {
-    const auto load = [&](int64_t d, F16 (&vectors)[kFewVectors]) {
-      ROOFLAX_WHOLE
-      for (int64_t i = 0; i < kFewVectors; ++i) vectors[i] = vector_of(d, first + i);
-    };
-    const float* from = x;
-    if constexpr (kFewTile > 1) Hide(from);  // else x is kept on the stack, each number as a whole vector
-    AddTile<kFirst, kFewVectors, D>(from, inner, load, sums + first * kLanes, stride);
+  for (int64_t i = 0; i < tiles.of[R]; ++i, x += R * inner, sums += R * stride) {
+    ROOFLAX_WHOLE
+    for (int64_t first = 0; first < 2; first += kFewVectors) {
+      const auto load = [&](int64_t d, F16 (&vectors)[kFewVectors]) {
+        ROOFLAX_WHOLE
+        for (int64_t i = 0; i < kFewVectors; ++i) vectors[i] = vector_of(d, first + i);
+      };
+      const float* from = x;
+      if constexpr (kFewTile > 1) Hide(from);  // else x is kept on the stack, each number as a whole vector
+      AddTile<R, kFewVectors, D>(from, inner, load, sums + first * kLanes, stride);
+    }
   }
-  if constexpr (M > kFirst) {
-    AddTiles<M - kFirst, D>(x + kFirst * inner, inner, vector_of, sums + kFirst * stride, stride);
-  }
+  if constexpr (R > 1) AddTiles<R - 1, D>(tiles, x, inner, vector_of, sums, stride);
 }
 
 // The same with rows of w that begin `step` numbers from each other.
-template <int64_t M, int64_t D, typename W>
-ROOFLAX_INLINE void AddPair(const float* x, int64_t inner, const W* w, int64_t step, float* sums,
-                            int64_t stride) {
+template <int64_t D, typename W>
+ROOFLAX_INLINE void AddPair(const RowTiles& tiles, const float* x, int64_t inner, const W* w, int64_t step,
+                            float* sums, int64_t stride) {
   if constexpr (kFewTile > 1 && sizeof(W) == sizeof(float)) {
     const auto vector_of = [&](int64_t d, int64_t i) {
       return Load<F16>(w + d * step + i * kLanes);
     };
-    AddTiles<M, D>(x, inner, vector_of, sums, stride);
+    AddTiles<kFewTile, D>(tiles, x, inner, vector_of, sums, stride);
   } else {
     F16 wide[D][2];
     ROOFLAX_WHOLE
     for (int64_t d = 0; d < D; ++d) LoadPair(w + d * step, wide[d]);
     const F16(*from)[2] = wide;
-    if constexpr (kFewTile > 1 && M > 2) Hide(from);  // else each row of a tile reads it from the stack
-    AddTiles<M, D>(x, inner, [&](int64_t d, int64_t i) { return from[d][i]; }, sums, stride);
+    if constexpr (kFewTile > 1) Hide(from);  // else each row of a tile reads it from the stack
+    const auto vector_of = [&](int64_t d, int64_t i) { return from[d][i]; };
+    AddTiles<kFewTile, D>(tiles, x, inner, vector_of, sums, stride);
   }
 }
 
-// sums[m, n] += x[m, d] * w[d * apart, n] for D rows of w, one after the other, and `width` columns. What
-// is fetched last is the next rows': D further on, or of stretches the next of each.
-template <int64_t M, int64_t D, typename W>
-void AddRows(const MatmulArgs& a, const float* x, const W* w, int64_t apart, int64_t width,
+// sums[m, n] += x[m, d] * w[d * apart, n] for D rows of w, one after the other, and `width` columns; of one row
+// of x or of as many as there are. What is fetched last is the next rows': D further on, or of stretches the next
+// of each.
+template <bool kOne, int64_t D, typename W>
+void AddRows(const MatmulArgs& a, const RowTiles& tiles, const float* x, const W* w, int64_t apart, int64_t width,
              float* sums) {
   const int64_t step = apart * a.out.outer, next = (apart > 1 ? 1 : D) * a.out.outer;
   const int64_t whole = width / kPair * kPair, far = std::min(kAhead, whole);
-  constexpr bool kCopies = M > 1 && kFewTile > 1;  // so that no address of x needs a register of its own
-  float copies[kCopies ? M * D : 1];
-  for (int64_t m = 0; kCopies && m < M; ++m) {
+  const int64_t rows = kOne ? 1 : a.rows;
+  constexpr bool kCopies = !kOne && kFewTile > 1;  // so that no address of x needs a register of its own
+  float copies[kCopies ? kFewRows * D : 1];
+  for (int64_t m = 0; kCopies && m < rows; ++m) {
     std::copy(x + m * a.inner, x + m * a.inner + D, copies + m * D);
   }
   for (int64_t n = 0; n < whole; n += kPair) {
     const W* line = w + n;
     const W* ahead = n + far < whole ? line + far : line + far - whole + next;
     const auto fetch = [&](int64_t d) {
-      if constexpr (M > 1 || kOneFetches) {
+      if constexpr (!kOne || kOneFetches) {
         __builtin_prefetch(ahead + d * step);
         if constexpr (sizeof(W) == 4) __builtin_prefetch(ahead + d * step + kLanes);
       }
     };
-    if constexpr (M == 1) {
+    if constexpr (kOne) {
       const auto load = [&](int64_t d, F16 (&pair)[2]) {
         fetch(d);
         LoadPair(line + d * step, pair);
@@ -184,11 +195,10 @@ void AddRows(const MatmulArgs& a, const float* x, const W* w, int64_t apart, int
     } else {
       ROOFLAX_WHOLE
       for (int64_t d = 0; d < D; ++d) fetch(d);
-      AddPair<M, D>(kCopies ? copies : x, kCopies ? D : a.inner, line, step, sums + n,
-                    a.parts_stride);
+      AddPair<D>(tiles, kCopies ? copies : x, kCopies ? D : a.inner, line, step, sums + n, a.parts_stride);
     }
   }
-  for (int64_t m = 0; m < M; ++m) {
+  for (int64_t m = 0; m < rows; ++m) {
     for (int64_t n = whole; n < width; ++n) {
       float sum = sums[m * a.parts_stride + n];
 #if defined(__aarch64__)  // else GCC multiplies in vectors and rounds before it adds
@@ -246,47 +256,47 @@ int64_t OneRowStripes(const MatmulArgs& a, int64_t k_begin, int64_t k_end, int64
 // Sums of few rows, which stay in the first cache while w streams past them.
 constexpr int64_t kFewSums = 4096;
 
-// Few rows: one part's sums of columns [begin, end).
-template <int64_t M, typename W>
+// One row or few: one part's sums of columns [begin, end).
+template <bool kOne, typename W>
 void MatmulFew(const MatmulArgs& a) {
   const auto* w = static_cast<const W*>(a.w);
   const int64_t k_begin = a.part * PartLength(a.inner);
   const int64_t k_end = std::min(a.inner, k_begin + PartLength(a.inner));
   const int64_t apart = IsStretched<W>(a) ? StretchLength(k_end - k_begin) : 0;
   const int64_t stretched = k_begin + apart * kDepth;  // where stretches end
-  constexpr int64_t kWidth = kFewSums / M / kPair * kPair;
+  const int64_t rows = kOne ? 1 : a.rows, most = kFewSums / rows / kPair * kPair;
+  const RowTiles tiles(rows);
   int64_t begin = a.begin;
-  if constexpr (M == 1 && sizeof(W) == 2 && kWideStripe > 0) {
+  if constexpr (kOne && sizeof(W) == 2 && kWideStripe > 0) {
     begin = OneRowStripes<kWideStripe>(a, k_begin, k_end, begin);
     begin = OneRowStripes<kWideStripe / 3>(a, k_begin, k_end, begin);
   }
-  for (; begin < a.end; begin += kWidth) {
-    const int64_t width = std::min(kWidth, a.end - begin);
+  for (; begin < a.end; begin += most) {
+    const int64_t width = std::min(most, a.end - begin);
     float* sums = a.parts + begin - a.parts_begin;
-    for (int64_t m = 0; m < M; ++m) {
+    for (int64_t m = 0; m < rows; ++m) {
       std::fill(sums + m * a.parts_stride, sums + m * a.parts_stride + width, 0.0f);
     }
     int64_t k = k_begin;
     for (; k < stretched; k += kDepth) {
       const int64_t row = k_begin + (k - k_begin) / kDepth;
-      AddRows<M, kDepth>(a, a.x + k, w + row * a.out.outer + begin, apart, width, sums);
+      AddRows<kOne, kDepth>(a, tiles, a.x + k, w + row * a.out.outer + begin, apart, width, sums);
     }
     for (; k + kDepth <= k_end; k += kDepth) {
-      AddRows<M, kDepth>(a, a.x + k, w + k * a.out.outer + begin, 1, width, sums);
+      AddRows<kOne, kDepth>(a, tiles, a.x + k, w + k * a.out.outer + begin, 1, width, sums);
     }
-    for (; k < k_end; ++k) AddRows<M, 1>(a, a.x + k, w + k * a.out.outer + begin, 1, width, sums);
-    for (int64_t m = 0; m < M; ++m) Unpair(w, sums + m * a.parts_stride, width / kPair * kPair);
+    for (; k < k_end; ++k) AddRows<kOne, 1>(a, tiles, a.x + k, w + k * a.out.outer + begin, 1, width, sums);
+    for (int64_t m = 0; m < rows; ++m) Unpair(w, sums + m * a.parts_stride, width / kPair * kPair);
   }
 }
 
-template <int64_t M, typename W>
+template <typename W>
 void MatmulPartOf(const MatmulArgs& a) {
-  if (a.rows == M) return MatmulFew<M, W>(a);
-  if constexpr (M < kFewRows) return MatmulPartOf<M + 1, W>(a);
+  a.rows == 1 ? MatmulFew<true, W>(a) : MatmulFew<false, W>(a);
 }
 
 void MatmulPart(const MatmulArgs& a) {
-  a.width == Width::kFloat32 ? MatmulPartOf<1, float>(a) : MatmulPartOf<1, uint16_t>(a);
+  a.width == Width::kFloat32 ? MatmulPartOf<float>(a) : MatmulPartOf<uint16_t>(a);
 }
 
 // The parts' sums added up in their order, into the output.

@@ -13,7 +13,8 @@ out=build/sanitizers/fuzz
 rm -rf "$out"  # objects of sources that are gone would be linked
 mkdir -p "$out"
 flags="-std=c++17 ${OPTIMISE:--O0} -g -ffp-contract=fast -Wall -Wextra -Wno-psabi -Wno-maybe-uninitialized"
-sanitize="-fsanitize=address,undefined -fno-sanitize-recover=all"
+sanitize="-fsanitize=address,undefined -fsanitize-undefined-trap-on-error"
+export ASAN_OPTIONS=handle_sigill=1  # as tools/sanitize.sh
 sources=(tools/fuzz_ffi csrc/adapters_ffi csrc/matmul_ffi csrc/sample_ffi csrc/attention_ffi csrc/cache_ffi csrc/mask_exchange
   csrc/encode_blocks csrc/pack_blocks csrc/recurrent_ffi csrc/rows_ffi csrc/whole_ffi)
 printf '%s\n' "${sources[@]}" | xargs -P "$(nproc)" -I{} \

@@ -15,8 +15,6 @@ FIRST_BUDGET = 128
 """Tokens of a server's steps before any has been timed, and where several processes must agree."""
 FEWEST_TIMED = 32
 """Tokens of a step from which its time says what a token of a prompt takes."""
-BURST_S = 0.15
-"""Decode steps that fit into this time go into one dispatch: a stream shall look smooth."""
 
 
 class StepBudget:
@@ -33,7 +31,7 @@ class StepBudget:
     def start(self, scheduler: Scheduler) -> None:
         """Resets the budget for a scheduler that has run nothing yet."""
         scheduler.token_budget = self._token_budget()
-        self._time_step(scheduler, BURST_S)
+        self._time_step(scheduler, self.config.burst_s)
 
     def after_call(
         self, scheduler: Scheduler, call: StepCall, num_steps: int, seconds: float
@@ -71,5 +69,5 @@ class StepBudget:
         options, fitting = self.config.options, self.config.decode_steps
         if options.decode_steps is None and options.use_cache:
             if self._has_own_clock:
-                fitting = min(max(int(BURST_S / max(step_s, 1e-6)), 1), fitting)
+                fitting = min(max(int(self.config.burst_s / max(step_s, 1e-6)), 1), fitting)
             scheduler.steps_per_dispatch = fitting

@@ -61,6 +61,8 @@ CACHE_SHARE = 0.5
 """Share of the memory beside the weights that a server's KV cache takes."""
 STEP_S = 0.3
 """A server's steps take at most about this long: its prompts are cut to what fits."""
+BURST_S = 0.04
+"""A server's dispatches of decode steps take at most about this long, and streams look smooth."""
 SMALL_CONTEXT = 256
 """Tokens whose KV cache must fit beside the weights, or the model is not loaded."""
 
@@ -258,6 +260,7 @@ class Plan(EngineConfig):
             prefill_chunk=chunk,
             max_tokens_per_step=per_step,
             step_s=STEP_S if max_tokens_per_step is None else None,
+            burst_s=BURST_S,
             isolates_faults=True,
         )
         if num_blocks is not None:

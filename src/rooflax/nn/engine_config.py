@@ -27,6 +27,8 @@ class EngineConfig:
         step_s: a server's longest step; prompts are cut to what earlier steps show to fit. None is
             no limit.
         decode_steps: most decode steps of a dispatch; 0 is as the options say.
+        burst_s: decode steps of about this time go into one dispatch, unless the options say how
+            many: their tokens come together.
         num_draft_tokens: most drafts of a sequence in a step; 0 without drafts.
         num_blocks: of the KV cache, per layer group, block 0 included; () is enough for every
             sequence, always.
@@ -47,6 +49,7 @@ class EngineConfig:
     max_tokens_per_step: int = 0
     step_s: float | None = None
     decode_steps: int = 0
+    burst_s: float = 0.15
     num_draft_tokens: int = 0
     num_blocks: tuple[int, ...] = ()
     prefix_caching: bool = True

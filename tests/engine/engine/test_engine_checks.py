@@ -1,8 +1,11 @@
 """What an engine rejects before it runs, and how many tokens its steps may have."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from rooflax import EngineError, ExecutionOptions, RequestError, SamplingParams, load
+from rooflax.engine.buckets import StepKind
 from rooflax.engine.engine import Engine
 from rooflax.engine.sequence import Sequence
 from rooflax.engine.step_budget import FEWEST_TIMED, FIRST_BUDGET
@@ -53,3 +56,12 @@ def test_a_servers_budget_follows_what_tokens_take(model):
     for _ in range(40):
         time_tokens(engine.scheduler, FEWEST_TIMED, FEWEST_TIMED * 0.0001)
     assert engine.scheduler.token_budget == 512
+
+
+@pytest.mark.parametrize(("burst_s", "num_steps"), [(0.15, 12), (0.05, 4), (0.01, 1)])
+def test_decode_steps_of_a_dispatch_fit_into_a_moment(model, burst_s, num_steps):
+    engine = engine_of(model, burst_s=burst_s)
+    assert engine.scheduler.steps_per_dispatch == 1
+    call = SimpleNamespace(shape=SimpleNamespace(kind=StepKind.DECODE))
+    engine.step_budget.after_call(engine.scheduler, call, 5, 5 * 0.012)
+    assert engine.scheduler.steps_per_dispatch == num_steps

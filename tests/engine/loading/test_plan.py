@@ -276,6 +276,7 @@ def test_tokens_of_a_prompt_in_a_step(monkeypatch, platform, chunk):
     asked = [plan.serving(max_tokens_per_step=n, num_blocks=(999,)) for n in (None, 100, 4096)]
     found = [(p.prefill_chunk, p.max_tokens_per_step) for p in asked]
     assert found == [(chunk, chunk), (100, 100), (chunk, 4096)]
+    assert asked[0].burst_s < plan.burst_s  # a stream of a server looks smooth
 
 
 def test_a_server_without_room_is_rejected_before_it_is_loaded(monkeypatch):

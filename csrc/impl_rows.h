@@ -145,7 +145,7 @@ ROOFLAX_INLINE I16 Rounded(F16 x, float inverse) {
   constexpr auto kZero = static_cast<uint8_t>(kRowOffset);
   std::fill(a.q + a.inner, a.q + a.stride, kZero);
   if (std::isnan(largest)) return std::fill(a.q, a.q + a.inner, kZero);
-  const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
+  const float inverse = largest > 0.0f ? std::min(127.0f / largest, kLargestFloat) : 0.0f;
   EachVector(a.inner, [&](int64_t i, int64_t n) {
     const B16 bytes = LowBytes(Rounded(LoadSome(a.x + i, n), inverse) + kRowOffset);
     std::memcpy(a.q + i, &bytes, static_cast<size_t>(n));

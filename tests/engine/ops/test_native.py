@@ -248,6 +248,9 @@ def test_activations_of_other_types_and_zero_rows(instruction_set):
     for format in FORMATS:
         packed = quantize(w, format, (64,), (48,))
         assert not np.asarray(native_call(linear)(jnp.zeros((2, 64)), packed, None)).any()
+        tiny = jnp.full((2, 64), 1e-37)  # 127 times its inverse is infinite
+        for implementation in (native_call(linear), linear):
+            assert np.all(np.abs(np.asarray(implementation(tiny, packed, None))) < 1e-34)
 
 
 attend = native_call(paged_attention)

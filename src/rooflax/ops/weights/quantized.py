@@ -345,5 +345,6 @@ def _rounded(x: jax.Array, most: int = 127) -> jax.Array:
 def int8_codes(x: Float[Array, "*batch in"], most: int = 127) -> tuple[jax.Array, jax.Array]:
     """Whole numbers from -most to most, still as floats, and the size of a step per last axis."""
     largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
-    inverse = jnp.where(largest > 0, most / jnp.where(largest > 0, largest, 1.0), 0.0)
+    some = largest > most / float(jnp.finfo(jnp.float32).max)  # else the quotient is infinite
+    inverse = jnp.where(some, most / jnp.where(some, largest, 1.0), 0.0)
     return jnp.round(x * inverse), largest / most

@@ -5,7 +5,7 @@
     python -m tools.simulate --gb-per-s 12 other networks between prefill and decode replicas
 
 A replica is one H200 with LLaMA 3.1 8B in bfloat16. Requests come whatever is open (an open loop).
-Of many replicas behind a router, the router sees every request, and a few replicas run: one from
+Of many replicas behind a router, the router sees every request, and three replicas run: one from
 the middle of each share of `STRATA`, ordered by how many requests they got, weighted by that share.
 """
 
@@ -43,11 +43,12 @@ BLOCK_SIZE, KV_BYTES = 16, 131_072
 """Tokens of a block on a GPU, and bytes of a token's K and V: 32 layers x 2 x 8 heads x 128 x 2."""
 KV_TOKENS = int((141e9 - 16.06e9) / 2 / KV_BYTES)
 """As a server takes them: half of what the weights leave."""
-SLOTS, QUEUE, LONGEST, CHUNK = 128, 64, 32_768, 2048
+SLOTS, QUEUE, LONGEST, CHUNK = 128, 256, 32_768, 2048
 MAX_TTFT_S, MAX_ITL_S = 2.0, 0.05
 REFUSED_S = 600.0
 """What a refused request counts as in times to the first token."""
-STRATA = (0.5, 0.95, 1.0)
+STRATA, ALL_RUN = (0.5, 0.95, 1.0), 8
+"""Shares of many replicas of which one runs, and how many are few enough to run all."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +245,7 @@ class Replica:
         while coming or self.scheduler.has_unfinished:
             while coming and self._due(coming[0][1]) <= now:
                 number, job = coming.popleft()
-                if len(self.scheduler.waiting) >= QUEUE:
+                if len(self.scheduler.waiting) + len(self.scheduler.running) >= SLOTS + QUEUE:
                     seen.refused += number in counted
                     continue
                 self._add(number, job)
@@ -298,6 +299,8 @@ class Replica:
             seen.cached_tokens += sequence.kv.num_cached_tokens or 0
         elif is_counted:
             seen.gaps_s.append(now - last_s)
+            if sequence.num_output_tokens == n:  # of a decode replica, behind others
+                seen.ttft_s.append(now - last_s)
         seen.num_zero += is_counted * (n - 1)
         self._open[number] = (job, now)
         if sequence.num_output_tokens >= sequence.max_tokens:
@@ -394,7 +397,8 @@ def evaluate(mix: Mix, rate: float, replicas: int = 1, policy: str = "round robi
         given[router.choose(job)].append(job)
     given.sort(key=len)
     runs, begin = [], 0
-    for end in sorted({math.ceil(share * replicas) for share in STRATA}):
+    shares = STRATA if replicas > ALL_RUN else [n / replicas for n in range(1, replicas + 1)]
+    for end in sorted({math.ceil(share * replicas) for share in shares}):
         if end > begin:
             jobs = given[(begin + end) // 2]
             weight = sum(map(len, given[begin:end])) / max(len(jobs), 1)
@@ -417,7 +421,7 @@ def capacity(mix: Mix, within: float = 1.11, high: float = 24.0, **how: Any) -> 
     return best
 
 
-STEPS = ((512, 2), (1024, 2), (2048, 2), (512, 1), (512, 16))
+STEPS = ((512, 2), (1024, 2), (2048, 2), (512, 1), (512, 4), (512, 16))
 """Tokens of a step, and decode steps of a dispatch."""
 SIZES, BUDGET = (8, 64, 1000), 512
 RATES = {"chat": 12.0, "agents": 6.0, "long": 4.0}

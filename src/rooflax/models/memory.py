@@ -70,7 +70,7 @@ def estimate(
     config = config_on(config, shards)
     sizes, layers = part_sizes(config, shards), config.num_layers // shards.stage
     weights = sum(
-        storage.of(param, config).num_bytes(param.line.shape(sizes))
+        storage.of(param, config, shards=shards).num_bytes(param.line.shape(sizes))
         for param in config.first(layers).params()
     )
     chunk = min(prefill_chunk or accelerator.prefill_chunk(), tokens)
@@ -203,7 +203,7 @@ def padding(
 
     def rows_of_vocab(sizes: dict[str, int]) -> int:
         return sum(
-            storage.of(param, config).num_bytes(param.line.shape(sizes))
+            storage.of(param, config, shards=shards).num_bytes(param.line.shape(sizes))
             for param in config.first(layers).params()
             if "vocab" in param.line.axis_names
         )

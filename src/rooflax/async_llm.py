@@ -27,7 +27,7 @@ from rooflax.engine.sampling_params import SamplingParams
 from rooflax.engine.sequence import ENDS_EARLY, NO_CONTINUATION, Sequence, StepOutput
 from rooflax.engine.thread import EngineThread, Health
 from rooflax.errors import EngineError, RequestError, RooflaxError
-from rooflax.fields.declaration import check_names, declarations, takes
+from rooflax.fields.declaration import declarations, read_settings, takes
 from rooflax.inputs import Prompt, as_params, as_prompts
 from rooflax.llm import LLM
 from rooflax.loading.model_info import ModelInfo
@@ -507,13 +507,10 @@ def _serving_plan(
     lockstep: Lockstep | None,
 ) -> tuple[Plan, dict[str, Any]]:
     """The plan of a server, which all processes have alike, and the settings beside it."""
-    check_names("AsyncLLM", settings, ServingSettings)
-    planned, serving = dict(settings), dict[str, Any]()
+    planned, serving = read_settings("AsyncLLM", settings, ServingSettings), dict[str, Any]()
     for name, one in SERVING.items():
         value = planned.pop(name, None)
         serving[name] = one.default if value is None else value
-        if value is not None and name != "kv_blocks":
-            one.kind.read(name, value)
     plan = make_plan(model, **planned)
     if not (plan.options.use_cache and plan.options.jit):
         raise RequestError("AsyncLLM needs the KV cache and jit; use LLM to run without them.")

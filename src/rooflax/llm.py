@@ -30,7 +30,7 @@ from rooflax.engine.sequence import Sequence as EngineSequence
 from rooflax.engine.sequence import with_siblings
 from rooflax.engine.step_functions import StepFunctions
 from rooflax.errors import RequestError
-from rooflax.fields.declaration import check_names, takes
+from rooflax.fields.declaration import read_settings, takes
 from rooflax.fields.kinds import is_whole
 from rooflax.input_processor import InputProcessor
 from rooflax.inputs import Message, Prompt, as_conversations, as_params, as_prompts
@@ -78,12 +78,12 @@ class LLM:
         progress: Callable[[int], None] | None = None,
         **settings: Unpack[EngineSettings],
     ):
-        check_names("LLM", settings, EngineSettings)
+        given = read_settings("LLM", settings, EngineSettings)
         check_not_forked()
-        self._recipe = model, check, settings
+        self._recipe = model, check, given
         enable_persistent_cache()
         started = time.perf_counter()
-        plan = make_plan(model, **settings)
+        plan = make_plan(model, **given)
         _check_processes(plan)
         self.plan = plan
         self.info, self.options, self.mesh = plan.info, plan.options, plan.mesh

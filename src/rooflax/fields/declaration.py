@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, TypeVar
 
-from rooflax.fields.kinds import Kind
+from rooflax.fields.kinds import Kind, is_whole
 
 Api = Literal["completions", "chat", "responses", "messages"]
 COMPLETIONS: Api = "completions"
@@ -170,17 +170,23 @@ def documented(table: Class) -> Class:
     return table
 
 
-def check_names(taker: str, settings: Mapping[str, Any], table: type) -> None:
-    """
+def read_settings(taker: str, settings: Mapping[str, Any], table: type) -> dict[str, Any]:
+    """The settings as their fields keep them; None stays, and is the default.
+
     Args:
         taker: who was given them, for the error.
 
     Raises:
         TypeError: a setting is no field of the table.
+        RequestError: a value is of another kind than the field's, or out of range.
     """
-    for name in settings:
-        if name not in declarations(table):
+    known, found = declarations(table), dict[str, Any]()
+    for name, value in settings.items():
+        if name not in known:
             raise TypeError(f"{taker}() got an unexpected keyword argument {name!r}")
+        whole = int(value) if is_whole(value) else value
+        found[name] = None if value is None else known[name].kind.read(name, whole)
+    return found
 
 
 def takes(table: type) -> Callable[[Taker], Taker]:

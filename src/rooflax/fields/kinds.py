@@ -176,6 +176,13 @@ class Text(Kind):
         return isinstance(value, str)
 
 
+class AnyValue(Text):
+    """Text from a flag, in Python other values too; all are checked where they are used."""
+
+    def fits(self, value: Any) -> bool:
+        return True
+
+
 @dataclass(frozen=True)
 class Several(Kind):
     """Values of one kind, at most so many."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Unpack
 from jax.sharding import Mesh
 
 from rooflax.errors import RequestError
-from rooflax.fields.declaration import check_names, declarations, takes
+from rooflax.fields.declaration import declarations, read_settings, takes
 from rooflax.fields.kinds import is_whole
 from rooflax.loading.adapter_bank import Bank, open_bank
 from rooflax.loading.adapters import Adapter, open_adapter
@@ -56,7 +56,6 @@ from rooflax.ops.native import prefers_pairs
 
 PLANNED = frozenset(declarations(EngineSettings))
 """The arguments of `LLM` that a plan decides."""
-GENERATION_CONFIG = declarations(EngineSettings)["generation_config"].kind
 CACHE_SHARE = 0.5
 """Share of the memory beside the weights that a server's KV cache takes."""
 STEP_S = 0.3
@@ -318,25 +317,25 @@ def make_plan(
     Raises:
         RooflaxError: one sentence that says what is wrong, with the arithmetic.
     """
-    check_names("make_plan", settings, EngineSettings)
+    given = read_settings("make_plan", settings, EngineSettings)
     asked: dict[str, Any] = {
         name: value
-        for name, value in settings.items()
+        for name, value in given.items()
         if value is not None and value is not False and value != ()  # 0 is no way to say nothing
     }
-    prefix_caching = settings.get("prefix_caching")
+    prefix_caching = given.get("prefix_caching")
     prefix_caching = True if prefix_caching is None else prefix_caching
     if isinstance(model, Plan):
         _check_decided(asked)
         return model if prefix_caching else replace(model, prefix_caching=False)
     options = _checked_options(asked.get("options"))
-    num_seqs = _checked_num_seqs(settings.get("max_num_seqs"))
-    speculate, num_draft_tokens = asked.get("speculate"), settings.get("num_draft_tokens")
+    num_seqs = asked.get("max_num_seqs", DEFAULT_NUM_SEQS)
+    speculate, num_draft_tokens = asked.get("speculate"), given.get("num_draft_tokens")
     check_speculate(speculate, num_draft_tokens, options.use_cache)
-    precision = Precision(*(settings.get(name) for name in ("dtype", "kv_dtype", "quantize")))
-    budget = settings.get("weights_budget")
+    precision = Precision(*(given.get(name) for name in ("dtype", "kv_dtype", "quantize")))
+    budget = given.get("weights_budget")
     budget = None if budget is None else parse_bytes(budget)
-    mesh = settings.get("mesh")
+    mesh = given.get("mesh")
     native = kernels.chosen(options.kernels)["linear"] == "native"
     options = options.with_layers(kernels_read_stacks=native and mesh is None and budget is None)
     offloaded = options if budget is None else offloading_options(options, mesh is not None)
@@ -345,9 +344,8 @@ def make_plan(
     if not isinstance(info, ModelInfo):
         where = ("revision", "offline", "ignore_config_keys")
         info = model_info(info, **{name: asked[name] for name in where if name in asked})
-    generation_config = settings.get("generation_config") or "auto"
-    GENERATION_CONFIG.read("generation_config", generation_config)
-    length = resolve_max_model_len(info.config, settings.get("max_model_len"))
+    generation_config = asked.get("generation_config", "auto")
+    length = resolve_max_model_len(info.config, given.get("max_model_len"))
     own_kv_dtype, storage = resolve_precision(
         info,
         precision,
@@ -439,15 +437,6 @@ def _check_decided(asked: Mapping[str, Any]) -> None:
                 f"{name} is given beside a Plan, which has decided it; give it to make_plan.",
                 param=name,
             )
-
-
-def _checked_num_seqs(num_seqs: Any) -> int:
-    num_seqs = DEFAULT_NUM_SEQS if num_seqs is None else num_seqs
-    if not is_whole(num_seqs) or num_seqs < 1:
-        raise RequestError(
-            f"max_num_seqs is {num_seqs!r}; it must be at least 1.", param="max_num_seqs"
-        )
-    return int(num_seqs)
 
 
 def _opened_adapter(folder: Any, info: ModelInfo) -> Adapter:

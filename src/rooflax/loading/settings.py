@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypedDict
 
 from rooflax.fields.declaration import Declaration
-from rooflax.fields.kinds import Choice, Flag, Kind, Number, Several, Text, Whole
+from rooflax.fields.kinds import AnyValue, Choice, Flag, Number, Several, Text, Whole
 from rooflax.nn.execution import DEFAULT_DRAFT_TOKENS, MOST_DRAFT_TOKENS, ExecutionOptions
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ class EngineSettings(TypedDict, total=False):
         Whole(1), "longest context in tokens, prompt included", shown_default="the model's",
         flags=("-c", "--max-model-len", "--ctx-size"), metavar="N")]
     weights_budget: Annotated[int | str | None, _memory(
-        Text(), "memory for weights, as in 8GB; layers beyond it are read from disk at every step",
+        AnyValue(),
+        "memory for weights, as in 8GB; layers beyond it are read from disk at every step",
         metavar="SIZE")]
     max_num_seqs: Annotated[int | None, _field(
         Whole(1), "sequences that run at once", unset=DEFAULT_NUM_SEQS, group="limits",
@@ -51,22 +52,23 @@ class EngineSettings(TypedDict, total=False):
         Flag(), "cache the KV blocks of prompts and reuse them for equal prefixes",
         default=True)]
     speculate: Annotated[str | Path | None, _drafts(
-        Text(), "speculative decoding: ngram, or a smaller draft model with the "
+        AnyValue(), "speculative decoding: ngram, or a smaller draft model with the "
         "same tokenizer", metavar="HOW")]
     num_draft_tokens: Annotated[int | None, _drafts(
         Whole(1, MOST_DRAFT_TOKENS), "most drafts in a step", unset=DEFAULT_DRAFT_TOKENS,
         metavar="N")]
     options: Annotated[ExecutionOptions | None, _field(
-        Kind(), "what may change speed but never a token, as long as the KV cache is as wide as "
+        AnyValue(),
+        "what may change speed but never a token, as long as the KV cache is as wide as "
         "the activations")]
     mesh: Annotated["Mesh | Shards | str | None", _field(
-        Text(),
+        AnyValue(),
         "split over devices, as in tensor=4,data=2; of data, expert, sequence, stage, tensor",
         shown_default="one device", group="where to run", metavar="AXIS=N")]
     revision: Annotated[str | None, _finding(
         Text(), "branch, tag or commit of a hub id", metavar="REF")]
     lora: Annotated[str | Path | None, _finding(
-        Text(), "a LoRA adapter for the model: PEFT's folder, or llama.cpp's .gguf file",
+        AnyValue(), "a LoRA adapter for the model: PEFT's folder, or llama.cpp's .gguf file",
         metavar="DIR")]
     offline: Annotated[bool, _finding(
         Flag(), "use downloaded models only", default=False, flags=("--offline",))]
@@ -90,7 +92,7 @@ class ServingSettings(EngineSettings, total=False):
         shown_default="what takes at most 0.3 s, up to 512, on a GPU up to 2,048",
         flags=("--max-num-batched-tokens",), metavar="N")]
     kv_blocks: Annotated[tuple[int, ...] | None, _field(
-        Kind(), "blocks of the KV cache per layer group",
+        AnyValue(), "blocks of the KV cache per layer group",
         shown_default="enough for all, or what half of the free memory holds")]
     loras: Annotated[Sequence[str], _finding(
         Several(Text()), "a LoRA adapter that requests choose by NAME as their model: PEFT's "

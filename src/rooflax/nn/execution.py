@@ -209,11 +209,9 @@ def check_speculate(speculate: object, num_draft_tokens: int | None, use_cache: 
     Raises:
         RequestError: the arguments have no meaning together.
     """
-    if num_draft_tokens is not None:
-        Whole(1, MOST_DRAFT_TOKENS).read("num_draft_tokens", num_draft_tokens)
-        if speculate is None:
-            raise RequestError(
-                'num_draft_tokens is given without speculate; add speculate="ngram" or a model.'
-            )
+    if num_draft_tokens is not None and speculate is None:
+        raise RequestError(
+            'num_draft_tokens is given without speculate; add speculate="ngram" or a model.'
+        )
     if speculate is not None and not use_cache:
         raise RequestError("Speculative decoding needs the cache, and it is off; drop one of them.")

@@ -5,6 +5,7 @@ import inspect
 from dataclasses import replace
 
 import jax
+import numpy as np
 import pytest
 
 from rooflax import LLM, AsyncLLM, ExecutionOptions, SamplingParams, load, save
@@ -185,7 +186,7 @@ def test_a_plan_is_what_is_loaded():
     [
         {"quantize": "int8", "max_num_seqs": 3, "dtype": "float32", "revision": "main"},
         {"max_num_seqs": 3, "quantize": "int8"},
-        {"max_num_seqs": 0},
+        {"max_num_seqs": 1},
         {"offline": True},
         {"speculate": "ngram"},
     ],
@@ -222,6 +223,38 @@ def test_prefix_caching_is_on_where_nothing_is_said(given, wanted):
     plan = make_plan("preset:gpt2-tiny", prefix_caching=given)
     assert plan.prefix_caching is wanted and LLM(plan).prefix_caching is wanted
     assert LLM(plan, prefix_caching=None).prefix_caching is wanted
+
+
+def test_a_split_that_blocks_of_a_format_do_not_take_is_planned():
+    """A weight whose inputs on each device are no whole blocks stands in another format."""
+    split = make_plan("preset:qwen2.5-tiny", quantize="int8", mesh=Shards(tensor=4))
+    assert 0 < split.memory.weights < split.estimate(shards=Shards()).weights
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("prefix_caching", "no", "true or false"),
+        ("offline", 1, "true or false"),
+        ("ignore_config_keys", "abc", "a list"),
+        ("max_num_seqs", True, "a whole number from 1 up"),
+        ("max_num_seqs", 2.0, "a whole number from 1 up"),
+        ("num_draft_tokens", 0, "a whole number from 1"),
+        ("quantize", 8, "text"),
+        ("dtype", 32, "text"),
+        ("revision", 1, "text"),
+        ("generation_config", "Auto", "one of 'auto', 'none'"),
+    ],
+)
+def test_a_setting_of_another_kind_is_rejected(name, value, wanted):
+    with pytest.raises(RequestError) as error:
+        make_plan("preset:gpt2-tiny", **{name: value})
+    assert f"{name} is {value!r}; it must be {wanted}" in str(error.value)
+    assert error.value.param == name
+
+
+def test_a_number_of_numpy_is_a_whole_one():
+    assert make_plan("preset:gpt2-tiny", max_num_seqs=np.int64(3)).max_num_seqs == 3
 
 
 def test_a_plan_for_devices_that_are_not_here_is_not_loaded():

@@ -147,9 +147,9 @@ class Rollouts:
         self.llm.use(self.sampled(weights))
         params = [
             SamplingParams(
-                n=count, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, logprobs=0,
-                max_tokens=self.config.max_completion_length, seed=self._seed(step, number),
-            )
+                n=count, logprobs=0, max_tokens=self.config.max_completion_length,
+                seed=self._seed(step, number),
+            ).with_defaults({})  # a checkpoint's would draw from another distribution
             for number in range(len(rows))
         ]  # fmt: skip
         answers = self.llm.generate([self._ids[row.where] for row in rows], params)

@@ -41,9 +41,12 @@ BY_MODULE = [sys.executable, "-m", "rooflax"]
 MODULES = (
     "argparse", "email", "html", "http", "json", "logging", "pathlib", "shlex", "sitecustomize",
     "subprocess", "typing", "usercustomize", "xml", "gguf", "llguidance", "matplotlib", "optax",
-    "tokenizers", "uvicorn",
+    "msgspec", "re2", "tokenizers", "tqdm", "uvicorn",
 )  # fmt: skip
-PACKAGES = ("jax", "jaxlib", "jax_plugins", "numpy", "transformers")
+PACKAGES = (
+    "huggingface_hub", "jax", "jaxlib", "jax_plugins", "jinja2", "numpy", "prompt_toolkit",
+    "starlette", "transformers",
+)  # fmt: skip
 CONFIG = {
     "model_type": "llama", "vocab_size": 320, "hidden_size": 16, "intermediate_size": 24,
     "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -300,7 +303,10 @@ def test_children_find_a_rooflax_that_only_sys_path_names(tmp_path, monkeypatch)
 
 
 STARTERS = {"subprocess", "multiprocessing", "pty", "runpy"}
-CALLS = re.compile(r"sys\.executable|os\.(exec|spawn|posix_spawn|fork|popen|system)|ProcessPool")
+CALLS = re.compile(
+    r"sys\.executable|os\.(exec|spawn|posix_spawn|fork|popen|system)|ProcessPool"
+    r"|(\w+\.)*(create_)?subprocess_(exec|shell)"
+)
 
 
 def test_children_are_started_in_one_place():

@@ -112,8 +112,9 @@ class _Reference:
 
         try:
             self.model = transformers.AutoModelForCausalLM.from_pretrained(
-                str(folder), dtype=torch.float32, local_files_only=True, trust_remote_code=False
-            ).eval()
+                str(folder), dtype=torch.float32, local_files_only=True, trust_remote_code=False,
+                attn_implementation="eager",  # a config may name a repository of kernels
+            ).eval()  # fmt: skip
         except Exception as error:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise RequestError(f"transformers does not open {folder}: {reason}") from None

@@ -39,6 +39,18 @@ def test_a_checkpoint_equals_transformers(rooflax, folder):
     assert all(row["new_tokens"] == 5 for row in found["prompts"])
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_config_chooses_no_kernels_of_the_hub(rooflax, folder, tmp_path):
+    """transformers takes an implementation of attention that is a repository's name from there."""
+    pytest.importorskip("torch")
+    shutil.copytree(folder, tmp_path / "model")
+    path = tmp_path / "model/config.json"
+    config = json.loads(path.read_text()) | {"attn_implementation": "nobody/kernels"}
+    path.write_text(json.dumps(config))
+    ran = rooflax("verify", tmp_path / "model", "-n", 2, "-p", "x = 1")
+    assert ran.code == 0, ran.err
+
+
 @pytest.mark.every_jax
 @pytest.mark.filterwarnings("ignore")
 def test_what_differs_is_code_1(rooflax, folder, monkeypatch):

@@ -3,9 +3,8 @@
 Names are resolved when first used, so `import rooflax` imports no jax, and nothing else either.
 """
 
-from __future__ import annotations
-
-TYPE_CHECKING = False  # typing's, which is not imported: see __main__
+# No annotations from __future__, which is a module too, and typing is not imported: see __main__.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
@@ -89,7 +88,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name not in _HOME:
         raise AttributeError(f"module 'rooflax' has no attribute {name!r}")
     from importlib import import_module

@@ -367,7 +367,7 @@ def conversion_command(sources: Sequence[Path | str], target: Path) -> str:
     )
     words = [w if isinstance(w, str) else shlex.quote(str(w)) for w in [target, *sources]]
     files = " ".join(words)
-    return f'python -c "{script}" {files}'
+    return f'python -P -c "{script}" {files}'
 
 
 def write_safetensors(

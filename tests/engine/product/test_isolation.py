@@ -302,6 +302,14 @@ def test_children_find_a_rooflax_that_only_sys_path_names(tmp_path, monkeypatch)
     assert processes._isolated({"PYTHONPATH": "/more"})["PYTHONPATH"] == f"/more:{tmp_path}"
 
 
+@pytest.mark.parametrize("name", ["__init__", "__main__"])
+def test_nothing_is_imported_before_the_current_folder_is_left(name):
+    """But for what Python's own start has imported; `from __future__` is an import too."""
+    tree = ast.parse((ROOT / f"src/rooflax/{name}.py").read_text(encoding="utf-8"))
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert {ast.unparse(node) for node in imports} <= {"import os", "import sys"}
+
+
 STARTERS = {"subprocess", "multiprocessing", "pty", "runpy"}
 CALLS = re.compile(
     r"sys\.executable|os\.(exec|spawn|posix_spawn|fork|popen|system)|ProcessPool"

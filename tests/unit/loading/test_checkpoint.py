@@ -154,12 +154,14 @@ def test_missing_and_empty_folder(tmp_path):
 )
 def test_pickle_is_rejected_by_name_with_the_command(tmp_path, name):
     (tmp_path / name).write_bytes(b"")
-    with pytest.raises(CheckpointError, match=rf"{name}.*python -c .*weights_only=True") as caught:
+    with pytest.raises(
+        CheckpointError, match=rf"{name}.*python -P -c .*weights_only=True"
+    ) as caught:
         Checkpoint(tmp_path)
     assert "\n" not in str(caught.value)
 
 
 def test_index_of_pickles(tmp_path):
     (tmp_path / "pytorch_model.bin.index.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"index of pickle files.*python -c "):
+    with pytest.raises(CheckpointError, match=r"index of pickle files.*python -P -c "):
         Checkpoint(tmp_path)

@@ -248,7 +248,7 @@ def zip_bytes():
 def test_pickle_in_disguise_is_rejected_by_its_first_bytes(tmp_path, raw):
     path = tmp_path / "model.safetensors"
     path.write_bytes(raw)
-    with pytest.raises(CheckpointError, match=r"python -c .*weights_only=True.*save_file"):
+    with pytest.raises(CheckpointError, match=r"python -P -c .*weights_only=True.*save_file"):
         st.SafetensorsFile(path)
 
 

@@ -50,7 +50,7 @@ class Served:
             )
         self.max_tokens = min(max_tokens or least_tokens, self.llm.max_model_len)
         plan = self.llm.plan.sized(NUM_SLOTS, self.max_tokens, None)
-        config = replace(plan, prefill_chunk=0, max_tokens_per_step=512)
+        config = replace(plan, prefill_chunk=0, max_tokens_per_step=0)
         self.engine = Engine(self.llm.model, config)
         self.warm_up_report = self.engine.warm_up_all()
 

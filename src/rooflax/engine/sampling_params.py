@@ -11,6 +11,7 @@ from rooflax.fields.declaration import documented, read_fields
 from rooflax.fields.sampling import (
     FORMS,
     MAX_LOGIT_BIAS,
+    OF_BEAMS,
     OFF,
     SAMPLING,
     UNSET,
@@ -56,7 +57,7 @@ class SamplingParams(SamplingFields):
 
     def _check_beams(self) -> None:
         if self.num_beams == 1:
-            for name in ("length_penalty", "early_stopping"):
+            for name in OF_BEAMS:
                 if getattr(self, name) is not None:
                     raise RequestError(
                         f"{name} is for beams; raise num_beams or leave it out.", param=name
@@ -120,5 +121,5 @@ class SamplingParams(SamplingFields):
         """
         merged = UNSET | {k: v for k, v in defaults.items() if v is not None}
         if self.num_beams > 1:
-            merged |= OFF | {"length_penalty": 1.0, "early_stopping": False}
+            merged |= OFF | OF_BEAMS
         return replace(self, **{k: v for k, v in merged.items() if getattr(self, k) is None})

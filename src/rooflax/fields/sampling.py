@@ -50,6 +50,10 @@ MAX_FORM_BYTES = 64 * 1024
 """Bytes of a JSON schema, a regex or a grammar."""
 PER_REQUEST = 16
 """Answers that an API may ask for at once."""
+DEFAULT_COMPLETION_TOKENS = 16
+"""max_tokens of /v1/completions where a request has none, as OpenAI's."""
+OF_BEAMS: Mapping[str, Any] = {"length_penalty": 1.0, "early_stopping": False}
+"""Fields of beam search alone, with their values where a request has none."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +231,8 @@ class SamplingFields:
         shown_default="to the end of the context",
         flags=("-n", "--max-tokens", "--max-new-tokens", "--n-predict"), metavar="N",
         http=(
-            Http((COMPLETIONS,), None, Whole(), "default 16; 0 with echo only", is_computed=True),
+            Http((COMPLETIONS,), None, Whole(),
+                 f"default {DEFAULT_COMPLETION_TOKENS}; 0 with echo only", is_computed=True),
             Http((CHAT,), "max_completion_tokens", is_computed=True),
             Http((CHAT,), help="as max_completion_tokens, which wins", is_computed=True),
             Http((RESPONSES,), "max_output_tokens"),

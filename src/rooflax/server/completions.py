@@ -12,14 +12,13 @@ from starlette.responses import Response
 
 from rooflax.completion import Completion, Delta
 from rooflax.engine.sampling_params import SamplingParams
+from rooflax.fields.sampling import DEFAULT_COMPLETION_TOKENS
 from rooflax.server.answers import DONE, event
 from rooflax.server.call import ApiCall, check_finished, completions_of, token_ids
 from rooflax.server.errors import ApiError, openai_body
 from rooflax.server.sampling import Place, form_field, form_of, sampling_params
 from rooflax.server.service import Service
 from rooflax.server.tables import COMPLETIONS, MAX_PROMPTS
-
-DEFAULT_MAX_TOKENS = 16
 
 
 async def completions(service: Service, request: Request, body: Any) -> Response:
@@ -59,7 +58,7 @@ def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
 
 async def _params(call: ApiCall, num_prompts: int) -> SamplingParams:
     fields = call.fields
-    max_tokens, echo = fields.get("max_tokens", DEFAULT_MAX_TOKENS), fields.get("echo", False)
+    max_tokens, echo = fields.get("max_tokens", DEFAULT_COMPLETION_TOKENS), fields.get("echo")
     samples, logprobs = fields.get("n", 1), fields.get("logprobs")
     if max_tokens == 0 and not echo:
         raise ApiError("max_tokens is 0 without echo; ask for a token.", param="max_tokens")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.kv_cache import bytes_per_token
-from rooflax.nn.storage import Storage
+from rooflax.nn.storage import Storage, is_head, is_matmul
 from rooflax.nn.weights import Param
 
 LOOKUPS = ("embed", "position", "per_layer.embed")
@@ -109,12 +109,11 @@ def _use(param: Param, config: Decoder, tokens: int, logit_rows: int) -> tuple[f
         chosen, total = config.moe.experts_per_token, config.moe.num_experts
         share = expected_experts(total, chosen, tokens) / total
         return (0.0 if is_bias else tokens * chosen / total), share
-    is_head = param.key == "lm_head" or (param.key == "embed" and config.tied_embeddings)
-    if is_head:
+    if is_head(param, config):
         return logit_rows, 1.0
     if param.key in LOOKUPS:
         rows = param.line.shape(config.axis_sizes)[0]
         return 0.0, min(1.0, tokens / rows)
-    if "->" not in param.line.axes:
+    if not is_matmul(param, config):
         return 0.0, 1.0
     return tokens, 1.0

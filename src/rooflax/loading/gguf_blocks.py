@@ -31,11 +31,6 @@ def _readers(*, is_native: bool) -> dict[str, str]:
 _EVERYWHERE = _readers(is_native=False)
 _READERS = _EVERYWHERE | _readers(is_native=True)
 
-ROUNDED = "w8a16-g32"
-"""The weight format of block types that no kernel reads, off the CPU."""
-ROUNDED_ON_CPU = "w8a8-g32"
-"""The same there, where activations are rounded beside the other block types as well."""
-
 VALUES = {kind.name: kind.values for kind in TYPES.values()}
 CHUNK_BLOCKS = 1 << 13
 """Blocks that are turned into numbers at a time, so that intermediates stay small."""
@@ -51,10 +46,10 @@ def format_for(kinds: Set[str], *, moved: bool = False) -> str | None:
     """
     if any(is_plain(kind) for kind in kinds):
         return None
-    on_cpu = accelerator.platform() == "cpu"
-    rounded = ROUNDED_ON_CPU if on_cpu else ROUNDED
-    for table in (_READERS if on_cpu and not moved else _EVERYWHERE, _EVERYWHERE):
-        formats = {table.get(kind, rounded) for kind in kinds}
+    rounded = accelerator.rounded_format()
+    for table in (_EVERYWHERE,) if moved else (_READERS, _EVERYWHERE):
+        kept = {kind: accelerator.readable(table.get(kind)) for kind in kinds}
+        formats = {kept[kind] or _EVERYWHERE.get(kind, rounded) for kind in kinds}
         if len(formats) == 1:
             return formats.pop()
     return rounded
@@ -64,7 +59,7 @@ def codes_and_scales(kind: str, blocks: np.ndarray, format: str) -> tuple[np.nda
     """Codes [..., values] and scales [..., groups] of a format.
 
     Args:
-        kind: a block type; what the format does not hold is rounded to `ROUNDED`.
+        kind: a block type; what the format does not hold is rounded to int8 in groups.
         blocks: uint8 [..., blocks, bytes of a block].
     """
     reader = class_of(format)
@@ -101,7 +96,7 @@ def _floats(kind: str, blocks: np.ndarray) -> np.ndarray:
 
 
 def rounded_codes(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of any block type as codes and scales of the format `ROUNDED`, some rows at a time.
+    """Rows of any block type as int8 in groups of 32, some rows at a time.
 
     Args:
         blocks: uint8 [..., blocks, bytes of a block].

@@ -147,7 +147,7 @@ class GGUFWeights(DerivedSource):
         differ, and so may the tensors of a fused weight; elsewhere they are alike, because they may
         be stacked.
         """
-        differ = accelerator.platform() == "cpu"
+        differ = accelerator.mixes_formats()
         kinds: dict[str, set[str]] = {}
         matmuls = [param for param in self.config.params() if is_matmul(param, self.config)]
         for param in matmuls:

@@ -25,7 +25,8 @@ from rooflax.loading.source import Source
 from rooflax.nn.decoder import Decoder
 from rooflax.nn.storage import Part, matmul_shape, parts_of
 from rooflax.nn.weights import LAYER_PREFIX, Param
-from rooflax.ops.format_names import KNOWN, formats_of
+from rooflax.ops import accelerator
+from rooflax.ops.format_names import BESIDE, KNOWN, formats_of
 from rooflax.ops.host_arrays import Put, aligned_put
 from rooflax.ops.weights import Fused, Quantized, class_of, placed, quantized_parts
 from rooflax.ops.weights.matrix_packing import as_panels
@@ -111,17 +112,22 @@ class PackedWeights:
             raise CheckpointError(
                 f"config.json's quantization_config has {what}, which is unknown."
             )
-        self.formats = {
+        self._stored_formats: dict[str, str] = {
             param.name: format
             for param in params
             if (format := declared.get(param.name, declared.get(table_name(param))))
+        }
+        self.formats = {
+            name: BESIDE.join(map(accelerator.stored_format, formats_of(format)))
+            for name, format in self._stored_formats.items()
         }
         packed = [param for param in params if param.name in self.formats]
         present = set(source.names())
         self.tensors = {param.name: self._check(param, present) for param in packed}
 
     def _check(self, param: Param, present: set[str]) -> tuple[str, ...]:
-        inner, format = math.prod(matmul_shape(param, self._config)[0]), self.formats[param.name]
+        inner = math.prod(matmul_shape(param, self._config)[0])
+        format = self._stored_formats[param.name]
         try:
             part_arrays = [arrays for _, arrays in self._arrays(param)]
         except ValueError:
@@ -147,7 +153,7 @@ class PackedWeights:
         """Each part with its arrays by their names."""
         in_shape, out_shape = matmul_shape(param, self._config)
         stack = param.line.shape(self._config.axis_sizes)[: param.line.num_stacked]
-        parts, by_part = parts_of(param.line.layout, self.formats[param.name], out_shape), []
+        parts, by_part = self._stored_parts(param), []
         for part, name in zip(parts, _names(param, len(parts)), strict=True):
             sizes = math.prod(in_shape), math.prod(part.out_shape(out_shape))
             like = class_of(part.format).like(*sizes, stack)
@@ -160,8 +166,8 @@ class PackedWeights:
         Args:
             put: the file's own pages to where they stay.
         """
-        parts, stored = [part for part, _ in self._arrays(param)], self._stored(param)
-        return beside(self.formats[param.name], parts, (_placed(w, put) for w in stored))
+        stored = (_placed(w, put) for w in self._stored(param))
+        return beside(self.formats[param.name], self._stored_parts(param), stored)
 
     def codes(
         self, param: Param, experts: slice = slice(None)
@@ -170,7 +176,11 @@ class PackedWeights:
         parts = self._stored(param)
         if param.line.num_stacked:
             parts = [replace(w, values=w.values[experts], scales=w.scales[experts]) for w in parts]
-        return [w.unpacked() for w in parts]
+        return [_as_read(w).unpacked() for w in parts]
+
+    def _stored_parts(self, param: Param) -> list[Part]:
+        _, out_shape = matmul_shape(param, self._config)
+        return parts_of(param.line.layout, self._stored_formats[param.name], out_shape)
 
     def _stored(self, param: Param) -> list[Quantized]:
         """A weight's parts in the file's pages."""
@@ -187,6 +197,12 @@ class PackedWeights:
         return stored
 
 
+def _as_read(stored: Quantized) -> Quantized:
+    """A stored weight as kernels here read it."""
+    is_kept = accelerator.stored_format(stored.format) == stored.format
+    return stored if is_kept else stored.restored()
+
+
 def _placed(stored: Quantized, put: Put) -> Quantized:
-    arrays = [getattr(stored, name) for name in ARRAYS]
-    return placed(arrays, stored.format, stored.in_shape, stored.out_shape, put)
+    w = _as_read(stored)
+    return placed([getattr(w, name) for name in ARRAYS], w.format, w.in_shape, w.out_shape, put)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import jax
 
-from rooflax.ops import tiles
+from rooflax.ops import format_names, tiles
 
 OLDEST_GPU_JAX = (0, 11)
 HOPPER = "9."
@@ -32,6 +32,27 @@ def prefill_chunk() -> int:
 def cache_width(head_dim: int) -> int:
     """Elements that a token's head takes in the KV cache here."""
     return tiles.cache_width(head_dim, platform())
+
+
+def readable(format: str | None, fits: bool = True) -> str | None:
+    """A weight's format if it `fits` the weight and kernels here read it; None otherwise."""
+    reads = format is not None and fits and format_names.is_read(platform(), format)
+    return format if reads else None
+
+
+def stored_format(format: str) -> str:
+    """The format here of a weight that was packed in a format."""
+    return format_names.stored_format_on(platform(), format)
+
+
+def mixes_formats() -> bool:
+    """Whether layers may differ in format here, and the tensors of a fused weight."""
+    return format_names.mixes_formats(platform())
+
+
+def rounded_format() -> str:
+    """The format here of a checkpoint's codes that no kernel reads."""
+    return format_names.rounded_format(platform())
 
 
 def capability() -> str | None:

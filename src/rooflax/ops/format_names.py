@@ -57,6 +57,8 @@ CPU_FORMATS = {
     "w6a16": Format("int6", False),
 }
 """Formats that kernels of CPUs alone read; `format_on` says what others get."""
+UNROTATED = {"w8a8-h64": "w8a8"}
+"""Formats that kernels without the rotation read in place of a packed weight's own."""
 ELSEWHERE = {"w8a8-h64": "w8a8", "iq4_nl": "w4a8", "w6a8": "w8a8-g32", "w6a16": "w8a16-g32"}
 KNOWN = ChainMap[str, Format]({}, CPU_FORMATS, FORMATS)
 """These and what files hold beside them, which `quantize` does not make; their classes add it."""
@@ -133,6 +135,32 @@ def format_on(platform: str, name: str) -> str:
     base, *named = name.split(PLUS)
     each = (one.split("=") for one in named)
     return PLUS.join([_elsewhere(base), *(f"{part}={_elsewhere(f)}" for part, f in each)])
+
+
+def is_read(platform: str, name: str) -> bool:
+    """Whether a platform's kernels read a format: those of CPUs read every one."""
+    return platform == "cpu" or name in FORMATS
+
+
+def stored_format_on(platform: str, name: str) -> str:
+    """The format of a packed weight on a platform; others are read by dequantizing."""
+    return name if platform == "cpu" else UNROTATED.get(name, name)
+
+
+def mixes_formats(platform: str) -> bool:
+    """Whether layers may differ in format, and the tensors of a fused weight.
+
+    Off the CPU they are alike, because layers may be stacked.
+    """
+    return platform == "cpu"
+
+
+def rounded_format(platform: str) -> str:
+    """The format of a checkpoint's codes that no kernel reads.
+
+    On a CPU activations are rounded too, as they are beside its other formats of blocks.
+    """
+    return "w8a8-g32" if platform == "cpu" else "w8a16-g32"
 
 
 def _elsewhere(format: str) -> str:

@@ -9,9 +9,10 @@ import pytest
 from rooflax import LLM, ExecutionOptions, SamplingParams, load
 from rooflax.errors import CheckpointError
 from rooflax.loading.gguf import GGUFFile
-from rooflax.loading.gguf_blocks import ROUNDED_ON_CPU, codes_and_scales, dequantize, rounded_codes
+from rooflax.loading.gguf_blocks import codes_and_scales, dequantize, rounded_codes
 from rooflax.loading.load import load_plan
 from rooflax.loading.plan import make_plan
+from rooflax.ops import accelerator
 from rooflax.ops.weights import Pairs, packed_format
 from tests import gguf_cases, goldens
 from tests.marks import cases
@@ -52,7 +53,7 @@ def test_kept_weights_are_the_files_own_numbers(name, kind):
         matrix = np.asarray(numbers(leaf))
         found = matrix.T if floats.shape == leaf.shape[::-1] else matrix
         wanted = np.asarray(floats)
-        if name != "llama_k" or leaf.format != ROUNDED_ON_CPU:
+        if name != "llama_k" or leaf.format != accelerator.rounded_format():
             np.testing.assert_array_equal(found.reshape(wanted.shape), wanted)
         else:  # half a step of int8, of the group's largest
             assert np.abs(found.reshape(wanted.shape) - wanted).max() <= np.abs(wanted).max() / 220

@@ -11,6 +11,8 @@ import pytest
 
 import rooflax
 from rooflax.errors import CheckpointError, RequestError
+from rooflax.loading.model_info import model_info
+from rooflax.ops import accelerator
 from rooflax.ops.format_names import FORMATS, GROUP, format_of, format_on, resolve_format
 from rooflax.ops.host_arrays import ALIGNMENT
 from rooflax.ops.linear import linear, lookup
@@ -183,6 +185,28 @@ def test_a_quantised_model_is_saved_as_it_is(tmp_path, preset, format):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
     with pytest.raises(RequestError, match="is quantised already"):
         rooflax.load(tmp_path / "m", quantize="int4")
+
+
+def test_a_quantised_folder_of_a_cpu_has_no_rotation_elsewhere(tmp_path, monkeypatch):
+    rooflax.save(rooflax.load("preset:gpt-oss-tiny", quantize="int8"), tmp_path / "m")
+    info = model_info(tmp_path / "m")
+    here = info.prequantized()
+    monkeypatch.setattr(accelerator, "platform", lambda: "gpu")
+    there = info.prequantized()
+    assert "w8a8-h64" in here.formats.values() and here.formats.keys() == there.formats.keys()
+    for param in info.config.params():
+        format = there.formats.get(param.name)
+        if format is None:
+            continue
+        assert format in FORMATS
+        one, other = here.packed(param), there.packed(param, np.asarray)
+        assert other.format == format
+        wanted = np.asarray(numbers(one))
+        step = np.abs(wanted).max() / 60
+        np.testing.assert_allclose(np.asarray(numbers(other)), wanted, rtol=0, atol=step)
+        ((codes, scales),) = there.codes(param)
+        for array, packed in zip((codes, scales), other.unpacked(), strict=True):
+            np.testing.assert_array_equal(array, packed)
 
 
 def test_a_damaged_quantised_folder_is_rejected(tmp_path):

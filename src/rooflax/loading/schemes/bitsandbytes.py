@@ -87,8 +87,7 @@ def _four_bits(tensors: Tensors, name: str, state: str, kind: str) -> Coded:
     if shape and packed.nbytes != -(-count // 2):
         raise tensors.error(name, f"has {packed.nbytes} bytes for {list(shape)} codes of 4 bits")
     fits = not shape or (len(shape) == 2 and size % GROUP == 0 and shape[-1] % size == 0)
-    on_cpu = accelerator.platform() == "cpu"
-    format = "nf4-a16" if kind == "nf4" and fits and on_cpu else None
+    format = accelerator.readable("nf4-a16", kind == "nf4" and fits)
     read = {part: partial(tensors.read, f"{name}.{part}") for part in parts}
 
     def flat_codes() -> np.ndarray:

@@ -215,10 +215,9 @@ def affine_format(inner: int, bits: int, group: int, scales: str, zero: int | No
         return None
     if zero is not None:
         return "w4a16" if (bits, zero) == (4, 8) else "w8a16-g32"
-    if bits == 4 and accelerator.platform() == "cpu":
-        for size in (128, 64):
-            if group % size == 0:
-                return f"w4a16-z{size}"
+    for size in (128, 64) if bits == 4 else ():
+        if format := accelerator.readable(f"w4a16-z{size}", group % size == 0):
+            return format
     return "w8a16-g32" if bits < 8 else None
 
 
@@ -299,7 +298,7 @@ class KeptCodes:
         of_key: dict[str, set[str | None]] = {}
         for param in matmuls:
             of_key.setdefault(param.key, set()).add(formats[param.name])
-        differ = accelerator.platform() == "cpu"
+        differ = accelerator.mixes_formats()
         kept = {
             k for k, kinds in of_key.items() if None not in kinds and (differ or len(kinds) == 1)
         }
@@ -326,8 +325,7 @@ class KeptCodes:
         if len(set(each)) == 1:
             return each[0]
         _, sizes = param.line.layout.beside(matmul_shape(param, self._config)[1]) or (0, ())
-        on_cpu = accelerator.platform() == "cpu"
-        if not on_cpu or None in each or len(sizes) != len(each):
+        if not accelerator.mixes_formats() or None in each or len(sizes) != len(each):
             return None
         return BESIDE.join(format for format in each if format)
 

@@ -92,13 +92,9 @@ def fp8_weight(
     format = None
     if info.dtype == E4M3:
         in_groups = not size % GROUP and not shape[1] % GROUP
-        format = "fp8-a16" if size == shape[1] and rows == 1 else _on_cpu("fp8-a16-g32", in_groups)
+        by_output = size == shape[1] and rows == 1
+        format = "fp8-a16" if by_output else accelerator.readable("fp8-a16-g32", in_groups)
     return Coded(shape, (name, scale), format, numbers, codes)
-
-
-def _on_cpu(format: str, fits: bool = True) -> str | None:
-    """A format that only CPUs get."""
-    return format if fits and accelerator.platform() == "cpu" else None
 
 
 def nvfp4_weight(
@@ -124,7 +120,7 @@ def nvfp4_weight(
     def codes() -> tuple[np.ndarray, np.ndarray]:
         return _codes(tensors, name, shape[1]), Nvfp4.joined_scales(factors())
 
-    format = _on_cpu("nvfp4-a16", shape[1] % GROUP == 0 and group == NVFP4_GROUP)
+    format = accelerator.readable("nvfp4-a16", shape[1] % GROUP == 0 and group == NVFP4_GROUP)
     numbers = partial(_e2m1_numbers, tensors, name, shape, factors)
     return Coded(shape, (name, scale, whole), format, numbers, codes)
 

@@ -78,7 +78,7 @@ class Mlx:
             return unpacked(read(stored[0]), bits, inner), np.repeat(joined, group // GROUP, axis=1)
 
         fits = not group % GROUP and set(kinds) <= set(FLOAT16S)
-        format = FORMATS.get(bits) if fits and accelerator.platform() == "cpu" else None
+        format = accelerator.readable(FORMATS.get(bits), fits)
         return Coded((outer, inner), stored, format, numbers, codes)
 
     @staticmethod

@@ -175,6 +175,4 @@ def placed(
         put: them to where they stay.
     """
     w = class_of(format)(*arrays, format, in_shape, out_shape)  # type: ignore[arg-type]
-    if accelerator.platform() != "cpu":
-        w = w.restored()
     return jax.tree.map(put, as_matrix(w) if accelerator.platform() == "tpu" else w)

@@ -25,8 +25,15 @@ from rooflax.loading.frames import read_frame, write_frame
 
 MAX_WORKERS = 4
 SECONDS = 1.25
-"""From a request to its answer, by the clock; starting a worker is not counted."""
+"""From a request to its answer; starting a worker is not counted.
+
+By the clock, but a worker that has not had so much processor time because others had it, or
+because all processes were stopped, may take up to MOST_SECONDS.
+"""
+MOST_SECONDS = 10 * SECONDS
 START_SECONDS = 60.0
+SHORTEST_WAIT = 0.02
+"""Seconds between two looks at what a late worker has had."""
 
 _MODULE = "rooflax.loading.template_worker"
 # What an interpreter may need to start, and the zone of `strftime_now`.
@@ -152,9 +159,9 @@ class _Worker:
         source, sink = self._process.stdout, self._process.stdin
         if source is None or sink is None:
             raise WorkerEnded("it has no pipes")
-        timer = threading.Timer(max(0.0, seconds), self._expire)
-        timer.daemon = True
-        timer.start()
+        answered = threading.Event()
+        watch = threading.Thread(target=self._watch, args=(answered, seconds), daemon=True)
+        watch.start()
         try:
             if data is not None:
                 write_frame(sink, data)
@@ -162,16 +169,26 @@ class _Worker:
         except ValueError:
             raise WorkerEnded("its answer is too long") from None
         except (EOFError, OSError):
-            timer.cancel()
-            timer.join()
+            answered.set()
+            watch.join()
             raise WorkerEnded(self._why()) from None
         finally:
-            timer.cancel()
-            timer.join()
+            answered.set()
+            watch.join()
 
-    def _expire(self) -> None:
-        self.late = True
-        self._process.kill()
+    def _watch(self, answered: threading.Event, seconds: float) -> None:
+        """Kills the process unless it answers in time."""
+        pid, begin = self._process.pid, time.monotonic()
+        used_before, left = _processor_seconds(pid), max(0.0, seconds)
+        while not answered.wait(left):
+            used = _processor_seconds(pid)
+            own = seconds if used is None or used_before is None else used - used_before
+            left = min(seconds - own, MOST_SECONDS - (time.monotonic() - begin))
+            if left <= 0:
+                self.late = True
+                self._process.kill()
+                return
+            left = max(left, SHORTEST_WAIT)
 
     def _why(self) -> str:
         with contextlib.suppress(processes.TimeoutExpired):
@@ -191,6 +208,16 @@ class _Worker:
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
+
+
+def _processor_seconds(pid: int) -> float | None:
+    """Processor time that a process has had; None where the system does not say."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            after_name = file.read().rpartition(b")")[2].split()
+        return sum(map(int, after_name[11:13])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _environment() -> dict[str, str]:

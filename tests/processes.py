@@ -73,12 +73,20 @@ def memory(folder: str, mesh: str) -> Any:
     return {"held": held, "grown": sampled.peak - before, "whole": llm.model.weights_bytes}
 
 
+def train(folder: str, mesh: str) -> Any:
+    """A run that all processes train, as the tests of its meshes have it."""
+    from tests.support.train import meshes
+
+    config = meshes.settings("full", mesh=mesh, checkpoint_every=2)
+    return meshes.run(config, Path(folder) / "run")
+
+
 def main(port: str, count: str, index: str, job: str, folder: str, mesh: str) -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     import jax
 
     jax.distributed.initialize(f"localhost:{port}", int(count), int(index))
-    found = {"tokens": tokens, "memory": memory}[job](folder, mesh)
+    found = {"tokens": tokens, "memory": memory, "train": train}[job](folder, mesh)
     print("\n" + json.dumps(found), flush=True)
 
 

@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -90,7 +91,7 @@ def add_flags(parser: Parser) -> None:
         "--report-to", metavar="NAME", choices=TRACKERS,
         help=f"send the log's numbers to {', '.join(TRACKERS[:-1])} or {TRACKERS[-1]}",
     )  # fmt: skip
-    flags.add_device(parser)
+    flags.add_device(parser, hosts=True)
     flags.add_output(parser)
 
 
@@ -122,13 +123,19 @@ def run(args: argparse.Namespace) -> int:
     config, data = TrainConfig(**values), DataConfig(**flags.values_of(args, DataConfig))
     _check_flags(args)
     platform.start_jax(args)
+    from rooflax.train import job
+    from rooflax.train.loop import check_job
+
+    check_job(config)
     out = Path(args.out)
-    with only_writer(out, out / ".lock", makes_folders=True):
+    lock = only_writer(out, out / ".lock", makes_folders=True)
+    with lock if job.leads() else nullcontext():
         return _train(args, config, data, out)
 
 
 def _train(args: argparse.Namespace, config: TrainConfig, data: DataConfig, out: Path) -> int:
     from rooflax.engine.compilation import enable_persistent_cache
+    from rooflax.train import job
     from rooflax.train.loop import check_seq_len, resolved, run_training, write_curves
 
     enable_persistent_cache()
@@ -169,12 +176,15 @@ def _train(args: argparse.Namespace, config: TrainConfig, data: DataConfig, out:
     if args.verbose:
         terminal.say(f"settings: {json.dumps(config.to_json())}")
     training, held_out, test = corpora
-    with tracking(args.report_to, out, config.to_json()) as track:
+    tracker = args.report_to if job.leads() else None
+    with tracking(tracker, out, config.to_json()) as track:
         result = run_training(
             model, config, training, held_out, out, test=test, rollouts=rollouts,
             progress=False if args.quiet else None, say=None if args.quiet else terminal.say,
             keeps_model=False, sampler=sampler, track=track,
         )  # fmt: skip
+    if not job.leads():
+        return 130 if result.interrupted else 0
     if rollouts is not None and not args.quiet and rollouts.largest_difference:
         terminal.say(
             f"the log-probabilities of sampler and trainer differed by at most "
@@ -323,10 +333,13 @@ def prepare(
         RequestError: the folder holds a run on other data, or there is no text.
         CheckpointError: what the folder says of its data is damaged.
     """
+    from rooflax.train import job
     from rooflax.train.data import open_corpus
 
     settings = _data_settings(args, data, seq_len) | {"config": start.raw}
-    _note_data(args, data, settings, out, lambda: _encode(args, data, seq_len, start, out))
+    if job.leads():
+        _note_data(args, data, settings, out, lambda: _encode(args, data, seq_len, start, out))
+    job.await_others("data")
     if args.vocab_size is not None:
         start.tokenizer_folder = out / "tokenizer"
     training, *others = (out / f"{name}.bin" for name in TOKEN_FILES.values())

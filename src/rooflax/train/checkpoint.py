@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding
 from rooflax.errors import CheckpointError
 from rooflax.files import open_regular, read_regular, sync_folder
 from rooflax.loading.safetensors import SafetensorsFile, dtype_name, write_safetensors
+from rooflax.train import job
 from rooflax.train.step import TrainState
 
 ARRAYS, STATE = "state.safetensors", "state.json"
@@ -163,7 +164,7 @@ def _read(file: SafetensorsFile, name: str, like: jax.Array) -> jax.Array:
     # A copy: the step donates the state, and the file's pages are not ours to give away.
     copied = jnp.array(np.array(array), copy=True)
     is_split = isinstance(like.sharding, NamedSharding)
-    return jax.device_put(copied, like.sharding) if is_split else copied
+    return job.placed(copied, like.sharding) if is_split else copied
 
 
 def _write_arrays(path: Path, state: TrainState) -> None:

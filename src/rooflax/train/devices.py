@@ -24,6 +24,7 @@ from rooflax.nn.mesh import make_mesh
 from rooflax.nn.shards import DATA, FSDP, TENSOR, TRAINING_AXES, Shards, check_split, split_axes
 from rooflax.nn.weights import LAYER_PREFIX
 from rooflax.ops.weights import Operand
+from rooflax.train import job
 
 ROW_AXES = (DATA, FSDP)
 WHOLE = PartitionSpec()
@@ -156,14 +157,14 @@ class DeviceMesh(OneDevice):
         return jax.tree_util.tree_map_with_path(of, tree)
 
     def placed(self, state: Any) -> Any:
-        return jax.device_put(state, self.shardings(state))
+        return jax.tree.map(job.placed, state, self.shardings(state))
 
     def kept(self, state: Any) -> Any:
         return jax.lax.with_sharding_constraint(state, self.shardings(state))
 
     def placed_fixed(self, fixed: Any) -> Any:
         return jax.tree.map(
-            lambda leaf, spec: jax.device_put(leaf, NamedSharding(self.mesh, spec)),
+            lambda leaf, spec: job.placed(leaf, NamedSharding(self.mesh, spec)),
             fixed,
             self.fixed,
         )

@@ -65,6 +65,19 @@ class TrainLog:
         self.close()
 
 
+class NoLog(TrainLog):
+    """The log of a process that does not write it."""
+
+    def __init__(self) -> None:
+        pass
+
+    def write(self, line: dict[str, Any]) -> None:
+        del line
+
+    def close(self) -> None:
+        pass
+
+
 def best_held_out(lines: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
     """The line of the lowest held-out loss that was taken on the way, the first of equal ones."""
     taken = [line for line in lines if line.get("whole") is False]

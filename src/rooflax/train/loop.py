@@ -28,6 +28,7 @@ from rooflax.models.registry import family
 from rooflax.nn.layers import unstack_layers
 from rooflax.processes import check_not_forked
 from rooflax.signals import stop_asked
+from rooflax.train import job
 from rooflax.train.adapters import LoraTraining
 from rooflax.train.checkpoint import (
     checkpoint_name,
@@ -41,7 +42,7 @@ from rooflax.train.checkpoint import (
 from rooflax.train.config import DPO, PREFERENCES, SFT, TrainConfig
 from rooflax.train.data import Corpus, Rows
 from rooflax.train.devices import ONE_DEVICE, DeviceMesh
-from rooflax.train.log import TrainLog, best_held_out, read_log
+from rooflax.train.log import NoLog, TrainLog, best_held_out, read_log
 from rooflax.train.plot import plot_curves
 from rooflax.train.preferences import (
     PairRows,
@@ -196,7 +197,9 @@ def run_training(
     """
     check_not_forked()
     check_trainable(model, config)
-    with only_writer(folder, folder / ".run.lock", makes_folders=True):
+    check_job(config)
+    lock = only_writer(folder, folder / ".run.lock", makes_folders=True)
+    with lock if job.leads() else contextlib.nullcontext():
         corpora = {"training": training, "held-out": held_out, "test": test}
         run = _Run(
             model,
@@ -253,6 +256,24 @@ def check_trainable(model: Model, config: TrainConfig) -> None:
             "The model has quantized weights, which cannot be trained; load it without `quantize`, "
             "or the model that it was made from, or train an adapter (`fine_tune_type` lora)."
         )
+
+
+def check_job(config: TrainConfig) -> None:
+    """Rejects what the processes of a job cannot train together.
+
+    Raises:
+        RequestError: there is no mesh of their devices, or DPO's reference is to be taken.
+    """
+    if jax.process_count() == 1:
+        return
+    if config.mesh is None:
+        raise RequestError(
+            f"There are {jax.process_count()} processes and no mesh; give one of all their "
+            f"devices, as in data={len(jax.devices())}.",
+            param="mesh",
+        )
+    if config.train_mode == DPO:
+        raise RequestError("train_mode dpo is for one process; several train sft or orpo.")
 
 
 def check_same_model(saved: Any, now: dict[str, Any]) -> None:
@@ -337,9 +358,11 @@ class _Run:
         self.step = int(self.state.step)
         if config.train_mode == DPO:
             self.take_reference(is_resumed=position > 0)
-        self.log = TrainLog(folder / "log.jsonl", position, track)
+        path = folder / "log.jsonl"
+        self.log = TrainLog(path, position, track) if job.leads() else NoLog()
+        job.await_others("log")  # cut back to the checkpoint
         try:
-            lines = read_log(folder / "log.jsonl")
+            lines = read_log(path)
         except CheckpointError:
             self.log.close()
             raise
@@ -369,10 +392,12 @@ class _Run:
     def _start(self, trained: dict[str, Any]) -> tuple[TrainState, int]:
         """The state to go on from, and how much of the log belongs to it."""
         state = init_state(trained, self.optimizer, self.devices)
-        remove_unfinished(self.checkpoints)
         checkpoints = list_checkpoints(self.checkpoints)
+        if job.leads():
+            remove_unfinished(self.checkpoints)
+            if not checkpoints:
+                remove_checkpoints(self.folder / "best")
         if not checkpoints:
-            remove_checkpoints(self.folder / "best")
             return state, 0
         failures: list[CheckpointError] = []
         for checkpoint in reversed(checkpoints):
@@ -452,7 +477,9 @@ class _Run:
                 self.watch()
                 self.sample()
             self.began = time.perf_counter()
-            while self.step < num_steps and not self.has_lost_patience and not stop():
+            while self.step < num_steps and not self.has_lost_patience:
+                if job.agreed(stop()):
+                    break
                 self.advance(bar)
             self.settle(bar)
             interrupted = self.step < num_steps and not self.has_lost_patience
@@ -551,7 +578,7 @@ class _Run:
         further = "".join(f", {name} {mean:.4f}" for name, mean in more.items())
         self.say(f"step {self.step:,}: {training}held-out loss {loss:.4f} ({note}){further}")
         if is_best and self.config.save_best:
-            save_checkpoint(self.folder / "best", self.weights_alone(), {}, keep=1)
+            self.write(self.folder / "best", self.weights_alone(), {}, keep=1)
 
     def sample(self) -> None:
         """Answers to stated prompts: whole in the log, their beginnings on the screen."""
@@ -642,14 +669,18 @@ class _Run:
         """A checkpoint of this step, unless there is one."""
         if self.saved_step == self.step:
             return
-        info = {
-            "config": self.config.to_json(),
-            "loss": self.loss,
-            "log_position": self.log.position(),
-            "model": self.architecture,
-        }
-        save_checkpoint(self.checkpoints, self.state, info, keep=self.config.keep)
+        info = {"config": self.config.to_json(), "loss": self.loss, "model": self.architecture}
+        if job.leads():
+            info["log_position"] = self.log.position()
+        self.write(self.checkpoints, self.state, info, keep=self.config.keep)
         self.saved_step = self.step
+
+    def write(self, folder: Path, state: TrainState, info: dict[str, Any], *, keep: int) -> None:
+        """A checkpoint by the process that writes, for which the others wait."""
+        whole = job.on_host(state)
+        if job.leads():
+            save_checkpoint(folder, whole, info, keep=keep)
+        job.await_others("checkpoint")
 
     def bar(self, progress: bool | None) -> Any:
         from tqdm import tqdm
@@ -665,13 +696,11 @@ class _Run:
     def result(
         self, held_out_loss: float | None, interrupted: bool, was_complete: bool
     ) -> TrainResult:
-        model, adapter = self.model, None
+        model, adapter, weights = self.model, None, job.on_host(self.state.weights)
         if self.lora is None:
-            weights = self.state.weights
             weights = unstack_layers(weights) if self.config.layers == "scan" else weights
             model = replace(self.model, weights=weights)
         else:
-            weights = self.state.weights
             adapters, whole = self.lora.adapters(weights), self.lora.whole(weights)
             adapter = TrainedAdapter(adapters, self.lora.config, whole)
         bits = {} if held_out_loss is None else self.bits_per_byte(held_out_loss)

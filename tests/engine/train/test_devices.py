@@ -1,10 +1,15 @@
 """Runs on meshes of simulated devices: losses, memory, another number of devices."""
 
+import shutil
+
+import jax
 import numpy as np
 import pytest
 
 from rooflax.errors import RequestError
+from rooflax.train.log import read_log
 from rooflax.train.loop import run_training
+from tests import processes
 from tests.support.train import meshes, tiny
 
 pytestmark = pytest.mark.oldest_jax
@@ -51,6 +56,32 @@ def check_split(own, share):
 def test_a_run_goes_on_with_other_devices(found):
     alone = found["runs"]["full"]["None"]["losses"]
     np.testing.assert_allclose(found["resumed"], alone, rtol=0, atol=1e-5)
+
+
+def test_two_processes_train_as_one_does(found, tmp_path):
+    alone = found["runs"]["full"]["None"]
+    for own in processes.ask("train", tmp_path, "data=2,fsdp=4"):
+        assert own["devices"] == processes.DEVICES
+        np.testing.assert_allclose(own["losses"], alone["losses"], rtol=0, atol=1e-5)
+        assert own["held_out"] == pytest.approx(alone["held_out"], abs=1e-5)
+        assert own["most"] <= 0.3 * own["bytes"]
+    shutil.rmtree(tmp_path / "run/checkpoints/step-00000004")
+    config = meshes.settings("full", checkpoint_every=2)
+    run_training(tiny.make_model(**meshes.WIDE), config, meshes.corpus(), None, tmp_path / "run")
+    lines = read_log(tmp_path / "run/log.jsonl")
+    losses = [line["loss"] for line in lines if "loss" in line]
+    np.testing.assert_allclose(losses, alone["losses"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({}, "2 processes and no mesh"), ({"mesh": "data=2", "train_mode": "dpo"}, "dpo is for one")],
+)
+def test_what_several_processes_do_not_train_is_said(corpora, tmp_path, monkeypatch, changes, said):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(RequestError, match=said):
+        run_training(tiny.make_model(), tiny.settings(**changes), *corpora, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 SETTINGS = {

@@ -83,7 +83,7 @@ def run(config: Any, folder: Path) -> dict[str, Any]:
     from tests.support.train import tiny
 
     model = tiny.make_model(**WIDE)
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     texts = corpus(is_whole=config.train_mode == "dpo")
     corpora = {"training": texts, "held-out": texts, "test": None}
     nothing = dict.fromkeys(("say", "rollouts", "sampler", "track"))

@@ -103,7 +103,7 @@ COMMANDS = {
     "train": (
         [TINY, "--steps", "1", "--batch", "2", "--seq-len", "16", "--out", "RUN",
          "--data", "DOCS", "--glob", "*.md"],
-        FINDING | CHECK | DEVICE | OUTPUT | {
+        FINDING | CHECK | DEVICE | PROCESSES | OUTPUT | {
             "--data": ["MORE"],
             "--glob": ["*.rst"],
             "--text-field": (["body"], "is for .jsonl files"),

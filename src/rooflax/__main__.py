@@ -30,11 +30,34 @@ def _leave_current_folder(by_module: bool) -> None:
             sys.path.remove(entry)
 
 
+def _open_missing_streams() -> None:
+    """Opens nothing in place of standard streams that the caller closed.
+
+    Else the next file or socket gets the number of one, and Python has None for it.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            if getattr(sys, name) is None:
+                setattr(sys, name, open(number, "w" if number else "r"))  # noqa: SIM115
+
+
 def entry() -> None:
     """The console script."""
+    _open_missing_streams()
     _leave_current_folder(by_module=__name__ == "__main__")
-    from rooflax.cli.main import main
+    import signal
 
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # nothing is open yet that had to be tidied up
+        signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+    from rooflax.cli.main import main
+    from rooflax.signals import keep_interrupts
+
+    keep_interrupts()
+    signal.signal(signal.SIGINT, before)
     sys.exit(main(sys.argv[1:]))
 
 

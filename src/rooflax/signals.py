@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
+import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,6 +35,48 @@ def stop_asked() -> Iterator[Callable[[], bool]]:
         yield lambda: asked
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+INTERRUPTED = 128 + signal.SIGINT
+
+
+@contextlib.contextmanager
+def interrupts_end_at_once() -> Iterator[None]:
+    """While inside, SIGINT ends the process with 130 and without a word.
+
+    For imports: an exception in the middle of a native module's may crash or confuse it, and
+    nothing is open yet. A handler of somebody else's stays.
+    """
+
+    def end(signum: int, frame: Any) -> None:
+        os._exit(INTERRUPTED)
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    try:
+        signal.signal(signal.SIGINT, end)
+    except ValueError:  # not the main thread: signals are someone else's
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def keep_interrupts() -> None:
+    """Raises a KeyboardInterrupt again that was raised in a callback, where Python drops it."""
+
+    def again(dropped: Any) -> None:
+        if not issubclass(dropped.exc_type, KeyboardInterrupt):
+            sys.__unraisablehook__(dropped)
+            return
+        timer = threading.Timer(0.05, _thread.interrupt_main)
+        timer.daemon = True
+        timer.start()
+
+    sys.unraisablehook = again
 
 
 TERMINATED = 128 + signal.SIGTERM

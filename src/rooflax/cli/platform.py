@@ -18,6 +18,7 @@ from typing import Any
 
 from rooflax.errors import RequestError
 from rooflax.nn.execution import PLATFORMS
+from rooflax.signals import interrupts_end_at_once
 
 THREADS_VARIABLE = "PJRT_NPROC"
 COORDINATOR_VARIABLE = "JAX_COORDINATOR_ADDRESS"
@@ -51,6 +52,10 @@ def settle(args: argparse.Namespace) -> None:
     os.environ.setdefault(THREADS_VARIABLE, str(default_threads()))
 
 
+NATIVE = ("ml_dtypes", "jax.numpy", "tokenizers")
+"""Modules with libraries of their own that every verb with a model imports."""
+
+
 def start_jax(args: argparse.Namespace) -> Any:
     """Applies --platform and --threads, imports jax, and makes sure the platform is there.
 
@@ -61,8 +66,11 @@ def start_jax(args: argparse.Namespace) -> Any:
         RequestError: no such platform here.
     """
     settle(args)
-    import jax
+    with interrupts_end_at_once():
+        import jax
 
+        for native in NATIVE:
+            importlib.import_module(native)
     platform = args.platform
     join_processes(args)
     try:

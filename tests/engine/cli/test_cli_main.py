@@ -198,3 +198,44 @@ def test_the_console_script_is_entry(monkeypatch):
         entry()
     assert ended.value.code == 2
     assert main(["--version"]) == 0
+
+
+def test_standard_streams_that_are_closed_are_nothing(tmp_path):
+    """As cron and daemons leave them."""
+    rooflax = f'"{sys.executable}" -m rooflax'
+    for command, code, said in (
+        ("version >&-", 0, ""),
+        ("tokenize -p hi >&-", 0, ""),
+        ("nonsense 2>&-", 2, ""),
+        ("generate --input - --output out.jsonl <&- >&-", 0, ""),
+    ):
+        ran = subprocess.run(
+            ["sh", "-c", f"{rooflax} {command}"],
+            cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert (ran.returncode, ran.stdout) == (code, said), (command, ran.stderr)
+        assert "Traceback" not in ran.stderr
+
+
+INTERRUPTED_IN = {
+    "an import": "with signals.interrupts_end_at_once(): os.kill(os.getpid(), 2); time.sleep(9)",
+    "a callback": (
+        "signals.keep_interrupts()\n"
+        "class Dropped:\n"
+        "    def __del__(self): os.kill(os.getpid(), 2); time.sleep(0.1)\n"
+        "try:\n"
+        "    Dropped()\n"
+        "    time.sleep(9)\n"
+        "except KeyboardInterrupt:\n"
+        "    os._exit(130)"
+    ),
+}
+
+
+@pytest.mark.parametrize("place", INTERRUPTED_IN)
+def test_an_interrupt_is_not_lost(place):
+    code = f"import os, time\nfrom rooflax import signals\n{INTERRUPTED_IN[place]}"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ran.returncode, ran.stderr) == (130, "")

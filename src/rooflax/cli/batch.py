@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import secrets
 from collections import Counter
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from typing import IO, Any
 
 from rooflax.cli import flags, terminal
 from rooflax.cli.bench_serve import server_at
-from rooflax.cli.lines import text_lines
+from rooflax.cli.lines import check_output, text_lines
 from rooflax.cli.own_server import own_server, words_of
 from rooflax.cli.parser import Parser, at_least_one
 from rooflax.errors import RequestError
@@ -75,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _answer(args: argparse.Namespace, requests: list[BatchRequest]) -> int:
-    _check_output(args.input, args.output)
+    check_output(args.input, args.output)
     done = set() if args.force else answered(args.output)
     todo = [request for request in requests if request.name not in done]
     try:
@@ -95,6 +94,9 @@ def _answer(args: argparse.Namespace, requests: list[BatchRequest]) -> int:
             server = server_at(url, args.api_key)
             asked = _ask_all(Client(server), todo, args.concurrency, file, show)
             failed = asyncio.run(asked)
+    if failed and args.quiet:
+        reason, count = failed.most_common(1)[0]
+        terminal.say(f"{count} x {reason}")
     if not args.quiet:
         kept = f"; {len(requests) - len(todo)} were answered already" if done else ""
         num_failed = failed.total()
@@ -102,19 +104,6 @@ def _answer(args: argparse.Namespace, requests: list[BatchRequest]) -> int:
         for reason, count in failed.most_common(MOST_REASONS):
             terminal.say(f"{count} x {reason}")
     return 1 if failed else 0
-
-
-def _check_output(source: str, path: str) -> None:
-    """
-    Raises:
-        RequestError: it is the input, or no file.
-    """
-    if not os.path.exists(path):
-        return
-    if source != "-" and os.path.samefile(source, path):
-        raise RequestError(f"{path} is the input; choose another output.", param="output")
-    if not os.path.isfile(path):
-        raise RequestError(f"{path} is not a regular file; choose another.", param="output")
 
 
 def read_requests(path: str) -> list[BatchRequest]:

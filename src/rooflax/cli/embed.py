@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from rooflax.cli import flags, terminal
-from rooflax.cli.lines import json_lines, open_lines
+from rooflax.cli.lines import check_output, json_lines, open_lines
 from rooflax.cli.parser import Parser, whole
 from rooflax.cli.session import open_llm
 from rooflax.errors import RequestError
@@ -45,7 +45,7 @@ def add_flags(parser: Parser) -> None:
     group.add_argument(
         "-o", "--output", metavar="FILE",
         help="JSON lines, or float32 rows in a .npy file; existing rows are kept, and the "
-        "rest is added; default stdout",
+        "rest is added; default stdout, which is -",
     )  # fmt: skip
     group.add_argument("--force", action="store_true", help="overwrite the output")
     group.add_argument(
@@ -62,15 +62,18 @@ def run(args: argparse.Namespace) -> int:
         raise RequestError("give the texts either as --prompt or as --input.")
     if args.force and args.output is None:
         raise RequestError("--force is for an --output; drop it, or name one.")
+    if args.output is not None:
+        check_output(args.input, args.output)
     texts: Iterable[Text] = [(1, 1, args.prompt)]
     total = 1
     if args.input is not None:
-        texts = read_texts(args.input)
+        is_rows = args.output is not None and args.output.endswith(".npy")
+        texts = read_texts(args.input, has_empty=is_rows)
         if args.input == "-" or not Path(args.input).is_file():
             texts = list(texts)
             total = len(texts)
         else:
-            total = sum(1 for _ in read_texts(args.input))
+            total = sum(1 for _ in read_texts(args.input, has_empty=is_rows))
     llm = open_llm(args)
     llm.embedder.pooler()
     llm.embedder.check_dimensions(args.dimensions)
@@ -117,14 +120,23 @@ def _encoded(llm: LLM, args: argparse.Namespace, text: Text, truncate: int | Non
         raise RequestError(f"Line {text[0]} of {args.input}: {error}") from None
 
 
-def read_texts(path: str) -> Iterator[Text]:
+def read_texts(path: str, *, has_empty: bool = False) -> Iterator[Text]:
     """The input's texts, a file's as they are needed.
+
+    Args:
+        has_empty: a line without text counts; rows of a .npy file have no numbers of lines.
 
     Raises:
         RequestError: naming the line.
     """
+    lines = 0
     for number, raw in json_lines(path, "text", begins='{["'):
-        name = number
+        lines, name = lines + 1, number
+        if has_empty and lines != number:
+            raise RequestError(
+                f"Line {lines} of {path} is empty, and a .npy file has a row for each line; take "
+                f"it out, or write JSON lines, which are numbered."
+            )
         if isinstance(raw, dict) and raw.keys() <= {"id", "text"}:
             raw, name = raw.get("text"), raw.get("id", number)
         if not isinstance(raw, str):
@@ -142,12 +154,12 @@ def _output(args: argparse.Namespace, total: int, size: int) -> Iterator[tuple[A
         RequestError: the file holds something else, or cannot be written.
     """
     path = args.output
-    if path is None:
+    if path is None or path == "-":
         yield lambda names, vectors: _write_lines(sys.stdout, names, vectors), []
         return
     with contextlib.ExitStack() as stack:
-        stack.enter_context(only_writer(path))
         if path.endswith(".npy"):
+            stack.enter_context(only_writer(path))
             file, done = stack.enter_context(_open_rows(path, args.force, total, size))
 
             def write(names: list[Any], vectors: np.ndarray) -> None:

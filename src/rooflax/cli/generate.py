@@ -34,7 +34,9 @@ def add_flags(parser: Parser) -> None:
         metavar="FILE",
         help="many prompts: lines of text, or JSON lines with prompt or messages; - is stdin",
     )
-    group.add_argument("-o", "--output", metavar="FILE", help="answers to --input; resumable")
+    group.add_argument(
+        "-o", "--output", metavar="FILE", help="answers to --input; resumable; - is stdout"
+    )
     group.add_argument("--force", action="store_true", help="overwrite --output")
     flags.add_sampling(parser, max_tokens=DEFAULT_MAX_TOKENS, samples=True)
     flags.add_max_model_len(parser)

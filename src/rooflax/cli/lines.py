@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
+import sys
 from collections.abc import Iterator, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -47,8 +49,9 @@ class LineRequest:
 
 def run(llm: LLM, args: argparse.Namespace, params: SamplingParams) -> int:
     """Answers the input's lines that have no answer yet."""
+    check_output(args.input, args.output)
     requests = read_requests(llm, args.input, params)
-    with only_writer(args.output), open_output(args.output, args.force) as (file, done):
+    with open_output(args.output, args.force) as (file, done):
         todo = unanswered(requests, done)
         if done and not args.quiet:
             terminal.say(f"{len(done)} of {len(requests)} are answered already")
@@ -151,13 +154,31 @@ def open_output(path: str, force: bool) -> AbstractContextManager[tuple[IO[bytes
     return open_lines(path, force, {"id", "text", "tokens", "finish_reason"}, "answers")
 
 
+def check_output(source: str | None, path: str) -> None:
+    """Rejects an output that would take the input's place, or is no file.
+
+    Args:
+        source: the input's name; None and "-" are no file.
+
+    Raises:
+        RequestError: it is the input, also by a link, or no regular file.
+    """
+    if path == "-" or not os.path.exists(path):
+        return
+    if source not in (None, "-") and os.path.exists(source) and os.path.samefile(source, path):
+        raise RequestError(f"{path} is the input; choose another output.", param="output")
+    if not os.path.isfile(path):
+        raise RequestError(f"{path} is not a regular file; choose another.", param="output")
+
+
 @contextmanager
 def open_lines(
     path: str, force: bool, keys: Set[str], what: str
 ) -> Iterator[tuple[IO[bytes], list[Any]]]:
-    """A file of JSON lines at its end, and the `id` of each of its lines.
+    """A file of JSON lines at its end, and the `id` of each of its lines; or stdout, which is "-".
 
-    A last line without its end, as of a run that was killed, is cut off.
+    Nobody else writes it meanwhile. A last line without its end, as of a run that was killed, is
+    cut off.
 
     Args:
         force: what is there is dropped.
@@ -167,6 +188,16 @@ def open_lines(
     Raises:
         RequestError: the file holds something else, or cannot be written.
     """
+    if path == "-":
+        yield sys.stdout.buffer, []
+        return
+    with only_writer(path):
+        yield from _opened_lines(path, force, keys, what)
+
+
+def _opened_lines(
+    path: str, force: bool, keys: Set[str], what: str
+) -> Iterator[tuple[IO[bytes], list[Any]]]:
     done: list[Any] = []
     try:
         file = open(path, "r+b" if Path(path).exists() else "w+b")  # noqa: SIM115

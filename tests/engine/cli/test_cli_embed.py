@@ -56,7 +56,7 @@ def test_one_text_and_many(rooflax, folder, tmp_path):
 FLAGS = {
     "--prompt-name": ["query"], "--dimensions": ["5"], "--quantize": ["int8"],
     "--dtype": ["bfloat16"], "--kv-dtype": ["bfloat16"], "--help": [],
-    "--max-model-len": (["2"], "the context holds 2"), "--prompt": (["a"], "is given twice"),
+    "--max-model-len": (["2"], "the model takes 2"), "--prompt": (["a"], "is given twice"),
     "--revision": (["main"], "is for hub ids"), "--platform": (["gpu"], "is not here"),
     "--input": (["-"], "either as --prompt or as --input"),
     "--output": (["nowhere/x"], "nowhere/x cannot be written"),
@@ -98,6 +98,20 @@ def test_every_flag_has_its_effect_or_is_rejected(rooflax, folder):
 def test_a_line_that_is_no_text_is_named(rooflax, folder, line):
     ran = rooflax("embed", folder, "--input", "-", stdin=f'"x"\n{line}\n'.encode())
     assert (ran.code, ran.out) == (2, "") and "Line 2 of -" in ran.err
+
+
+def test_the_output_is_stdout_or_a_file_that_is_not_the_input(rooflax, folder, tmp_path):
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("a\n\nb\n")
+    (tmp_path / "link").symlink_to(texts)
+    for output in (texts, tmp_path / "link"):
+        ran = rooflax("embed", folder, "--input", texts, "--output", output, "--force")
+        assert (ran.code, ran.out) == (2, "") and "is the input; choose another" in ran.err
+    assert texts.read_text() == "a\n\nb\n"
+    shown = rooflax("embed", folder, "--input", texts, "--output", "-")
+    assert shown.code == 0 and vectors(shown.out)[0] == [1, 3]
+    ran = rooflax("embed", folder, "--input", texts, "--output", tmp_path / "rows.npy")
+    assert ran.code == 2 and "Line 2 of" in ran.err and "is empty, and a .npy file" in ran.err
 
 
 def test_a_model_that_does_not_embed(rooflax):

@@ -12,6 +12,8 @@ from rooflax.errors import CheckpointError, RequestError
 from rooflax.loading.chat_template import encode_chat, names
 from rooflax.loading.tokenizer import Tokenizer
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles of messages that every template may be given."""
 _SYSTEMS = ("system", "developer")
 _CONTENT_IS_NONE = re.compile(r"content['\"\]]*\s+is\s+none")
 """Pattern in templates that tell calls by it, as DeepSeek-R1's; others write None, or fail."""
@@ -74,6 +76,7 @@ def repaired(
             plain_messages.append(message)  # the template's matter
             continue
         plain = _present(message)
+        _check_role(plain.get("role"), template or "", f"messages[{number}].role")
         if plain.get("role") == "developer" and not keeps_developer:
             plain["role"] = "system"
         calls, where = plain.pop("tool_calls", None), f"messages[{number}]"
@@ -83,6 +86,8 @@ def repaired(
         if calls:
             where = f"{places[number] if places else where}.tool_calls"
             plain["tool_calls"] = [_call(each, f"{where}[{n}]") for n, each in enumerate(calls)]
+        if isinstance(plain.get("content"), list | tuple):
+            plain["content"] = _text_of_parts(plain["content"], f"messages[{number}].content")
         if plain.get("role") in ("assistant", "tool"):
             plain.setdefault("content", "")
         if calls and not plain["content"] and asks_for_none:
@@ -126,6 +131,39 @@ def with_tool_calls(messages: Sequence[Any]) -> list[Any]:
 
 def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _check_role(role: Any, template: str, where: str) -> None:
+    """Rejects a role that nobody knows, which many a template writes into the prompt as it is.
+
+    Raises:
+        RequestError: with the place.
+    """
+    if isinstance(role, str) and role not in ROLES and role not in template:
+        raise RequestError(
+            f"{where} is {role!r:.80}; it must be one of {', '.join(ROLES)}, or one that the chat "
+            f"template names.",
+            param="messages",
+        )
+
+
+def _text_of_parts(parts: Sequence[Any], where: str) -> str:
+    """A content's parts as one text.
+
+    Raises:
+        RequestError: one is no text.
+    """
+    texts = []
+    for number, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get("text") if kind == "text" else None
+        if not isinstance(text, str):
+            raise RequestError(
+                f"{where}[{number}] is {str(kind or part)!r:.40}; the model reads text only.",
+                param="messages",
+            )
+        texts.append(text)
+    return "".join(texts)
 
 
 def _call(call: Any, where: str) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rooflax.loading.chat_template import names as template_names
-from rooflax.loading.messages import repaired, with_tool_calls
+from rooflax.loading.messages import ROLES, repaired, with_tool_calls
 from rooflax.server.call_formats import CallFormat
 from rooflax.server.errors import ApiError
 from rooflax.server.fields import one_of
@@ -15,7 +15,6 @@ from rooflax.server.grammars import Thinks
 from rooflax.server.service import Service
 from rooflax.server.tools import ToolChoice, fit_call_ids, tool_choice
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 EFFORTS = ("low", "medium", "high")
 ALL_EFFORTS = ("none", "minimal", *EFFORTS, "xhigh", "max")
 _RESERVED = frozenset(

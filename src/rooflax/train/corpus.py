@@ -158,6 +158,11 @@ def file_documents(
     for path in paths:
         if path.suffix == ".jsonl":
             yield from documents(jsonl_values(path), field=field, pairs=pairs)
+        elif path.suffix == ".json":
+            raise RequestError(
+                f"{path} is a .json file, and rows are the lines of a .jsonl file; of an array of "
+                f"rows, `jq -c '.[]' {path.name}` writes one a line."
+            )
         elif text := _read(path):
             yield Document(path.name, text)
 
@@ -229,17 +234,21 @@ def _read(path: Path) -> str:
 
 
 def jsonl_values(path: Path) -> Iterator[Value]:
-    """The lines of a file that are not empty, without a byte order mark; a value is None where it
-    is not JSON.
+    """The lines of a file that are not empty, without a byte order mark; None is a value that is
+    nested too deeply, or too long a number.
 
     Raises:
-        RequestError: the file is missing or not UTF-8.
+        RequestError: the file is missing or not UTF-8, or a line is not JSON.
     """
     for number, line in enumerate(_read(path).removeprefix("\ufeff").split("\n"), start=1):
         if not line.strip():
             continue
         try:
             value = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise RequestError(
+                f"line {number} of {path} is not JSON: {error.msg} at character {error.pos + 1}."
+            ) from None
         except (ValueError, RecursionError):
             value = None
         yield value, f"{path.name}:{number}", f"line {number} of {path}"
@@ -294,7 +303,9 @@ def documents(
                     f"messages, a prompt and a completion, a chosen and a rejected answer, or "
                     f"{wanted} (see --text-field)"
                 )
-            raise RequestError(f"{where} is not a JSON object with {wanted}.")
+            keys = list(value)[:6] if isinstance(value, dict) else []
+            has = f"; it has {', '.join(keys)}" if keys else ""
+            raise RequestError(f"{where} is not a JSON object with {wanted}{has}.")
         if not isinstance(row, Document) or row.text:
             yield row
 

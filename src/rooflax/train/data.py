@@ -210,7 +210,7 @@ class Rows:
         if self.num_rows < 1:
             raise RequestError(
                 f"the {called} has {corpus.tokens.size} tokens; rows of {seq_len} need at least "
-                f"{2 * seq_len}: give more text or a smaller seq_len."
+                f"{2 * seq_len}: give more text, a smaller seq_len, or another held_out_fraction."
             )
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)
 

@@ -197,7 +197,7 @@ GOOD = json.dumps(QUESTIONS[0]) + "\n"
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("q.jsonl", GOOD + "{", "line 2 of q.jsonl is not a JSON object with a question"),
+        ("q.jsonl", GOOD + "{", "line 2 of q.jsonl is not JSON: Expecting property name"),
         ("q.jsonl", GOOD + '{"text": "x"}', "line 2 of q.jsonl has no text under question"),
         ("q.jsonl", "{}", "line 1 of q.jsonl is not a JSON object with messages"),
         ("q.jsonl", '{"messages": [{"role": "user"}]}', "line 1 of q.jsonl: "),

@@ -41,3 +41,15 @@ def test_both_kinds_of_calls_are_rejected():
 def test_an_id_that_is_no_text_is_rejected():
     with pytest.raises(RequestError, match=r"tool_calls\[0\].id is \['x'\]"):
         repaired([{"role": "assistant", "tool_calls": [{"id": ["x"]}]}], None)
+
+
+def test_roles_that_nobody_knows_and_parts_that_are_no_text_are_named():
+    messages = [{"role": "user", "content": "x"}, {"role": "bot", "content": "y"}]
+    with pytest.raises(RequestError, match=r"messages\[1\]\.role is 'bot'; it must be one of sys"):
+        repaired(messages, "{{ messages }}")
+    assert repaired(messages, "{% if m.role == 'bot' %}")[1]["role"] == "bot"
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+    assert repaired([{"role": "user", "content": parts}], None)[0]["content"] == "a b"
+    for part in ({"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, "x"):
+        with pytest.raises(RequestError, match=r"messages\[0\]\.content\[0\] is .* text only"):
+            repaired([{"role": "user", "content": [part]}], None)

@@ -185,9 +185,18 @@ def test_folders_of_parts(tmp_path):
 )  # fmt: skip
 def test_bad_jsonl_lines(tmp_path, line):
     path = write_jsonl(tmp_path / "a.jsonl", '{"text": "good"}', line)
-    with pytest.raises(RequestError, match=r"^line 2 of .*a\.jsonl .*'text'") as caught:
+    with pytest.raises(
+        RequestError, match=r"^line 2 of .*a\.jsonl .*('text'|is not JSON)"
+    ) as caught:
         list(file_documents([path]))
     assert "\n" not in str(caught.value)
+
+
+def test_an_array_of_rows_is_not_trained_as_text(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text('[{"text": "a"}, {"text": "b"}]')
+    with pytest.raises(RequestError, match=r"rows\.json is a \.json file, and rows are the lines"):
+        list(file_documents([path]))
 
 
 def test_bad_files(tmp_path):

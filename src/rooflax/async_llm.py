@@ -24,7 +24,7 @@ from rooflax.engine.engine import Engine
 from rooflax.engine.lockstep import Lockstep
 from rooflax.engine.runner import Compiled
 from rooflax.engine.sampling_params import SamplingParams
-from rooflax.engine.sequence import ENDS_EARLY, NO_CONTINUATION, Sequence, StepOutput
+from rooflax.engine.sequence import FAULTS_OF_REQUESTS, Sequence, StepOutput
 from rooflax.engine.thread import EngineThread, Health
 from rooflax.errors import EngineError, RequestError, RooflaxError
 from rooflax.fields.declaration import declarations, read_settings, takes
@@ -419,8 +419,8 @@ class AsyncLLM:
         delta = sample.take(output, self.llm.load_s, CompileCounts())
         if delta.completion is not None and delta.completion.error is not None:
             message = delta.completion.error
-            is_forms = message.startswith((NO_CONTINUATION, ENDS_EARLY))
-            raise (RequestError if is_forms else EngineError)(message)
+            is_request = message.startswith(FAULTS_OF_REQUESTS)
+            raise (RequestError if is_request else EngineError)(message)
         if delta.completion is not None and output.finish_reason is None:
             self._thread.abort([output.sequence], "stop")  # a stop string ended it
         return delta

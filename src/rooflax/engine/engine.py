@@ -24,7 +24,14 @@ from rooflax.engine.packing import StepResult, unpack_logprobs
 from rooflax.engine.request_checks import check_sequence
 from rooflax.engine.runner import Compiled, Runner, StepCall
 from rooflax.engine.scheduler import Scheduler, StepPlan
-from rooflax.engine.sequence import NOT_FINITE, RowError, Sequence, StepOutput, with_siblings
+from rooflax.engine.sequence import (
+    NOT_ALLOWED,
+    NOT_FINITE,
+    RowError,
+    Sequence,
+    StepOutput,
+    with_siblings,
+)
 from rooflax.engine.step_budget import StepBudget
 from rooflax.errors import EngineError, RequestError, first_line
 from rooflax.models.offloading import AnyModel
@@ -33,10 +40,6 @@ from rooflax.nn.mesh import shards_of
 from rooflax.ops import accelerator
 
 FAILED = "The request failed at work"
-NOT_ALLOWED = (
-    "No token was left to choose, so the request was ended; loosen what it bans or allows, or its "
-    "grammar."
-)
 
 
 class Engine:

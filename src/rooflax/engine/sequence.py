@@ -19,6 +19,12 @@ NOT_FINITE = (
 )
 
 NO_CONTINUATION, ENDS_EARLY = "The grammar has no valid continuation", "The grammar is complete"
+NOT_ALLOWED = (
+    "No token was left to choose, so the request was ended; loosen what it bans or allows, or its "
+    "grammar."
+)
+FAULTS_OF_REQUESTS = (NO_CONTINUATION, ENDS_EARLY, NOT_ALLOWED)
+"""Beginnings of errors that a request is to blame for, and not the engine."""
 """Beginnings of the errors that the caller's own schema, regex or grammar has caused."""
 
 

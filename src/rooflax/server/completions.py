@@ -195,7 +195,8 @@ class _CompletionAnswer:
                     if text:
                         yield chunk(self._echo_choice(number, text, delta, places[number]))
                 choice = self._stream_choice(number, delta, places[number])
-                if choice["text"] or choice["logprobs"] or delta.completion is not None:
+                has_more = choice["text"] or choice["logprobs"] or choice.get("token_ids")
+                if has_more or delta.completion is not None:
                     yield chunk(choice)
         if has_usage:
             if self.says_nothing:
@@ -216,7 +217,7 @@ class _CompletionAnswer:
         completion = delta.completion
         text, tokens = ("", ()) if self.says_nothing else (delta.text, delta.tokens)
         choice = _piece(number, text)
-        if delta.logprobs:
+        if delta.logprobs and not self.says_nothing:
             choice["logprobs"] = self.spelling.completion(tokens, delta.logprobs, place)
         if self.call.fields.get("return_token_ids"):
             choice["token_ids"] = list(tokens)

@@ -301,8 +301,13 @@ def test_requests_load_and_unload_adapters_of_an_allowed_folder(base, adapters, 
 
     with serving(make, **settings) as served:
         alone = said("tiny")
-        wrong = "..", "/", "out", "loop", "missing", "late/adapter_config.json", "x.gguf", "\0"
-        for path in (*wrong, "x" * 999):
+        linked = root / "linked"
+        linked.mkdir()
+        for file in (root / "late").iterdir():
+            (linked / file.name).symlink_to(tmp_path / file.name)
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        wrong = "..", "/", "out", "loop", "linked", "missing", "late/adapter_config.json", "x.gguf"
+        for path in (*wrong, "\0", "x" * 999):
             answer = post("load", "late", lora_path=path)
             assert answer.status_code == 400 and "no folder inside" in answer.text, path
         assert post("load", "tiny", lora_path="late").status_code == 400

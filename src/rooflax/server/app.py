@@ -240,7 +240,7 @@ async def read_body(request: Request, service: Service) -> bytes:
     too_large = ApiError(
         f"The body has more than {most} bytes.", status=413, code="request_too_large"
     )
-    stated = request.headers.get("content-length", "0")
+    stated = request.headers.get("content-length", "0").strip(" \t")
     if not stated.isdigit() or len(stated) > 18 or int(stated) > most:
         raise too_large
     body = bytearray()

@@ -59,7 +59,12 @@ def chat_fields(call: ApiCall) -> dict[str, Any]:
     chat_values["tools"] = function_tools(fields.get("tools", ()), call.ignored)
     choice = fields.get("tool_choice")
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        allowed = convert(choice.get("tools", []), list[dict[str, Any]], "tool_choice.tools")
+        if not choice.get("tools"):
+            raise ApiError(
+                "tool_choice.tools is missing; it names the tools that may be called.",
+                param="tool_choice.tools",
+            )
+        allowed = convert(choice["tools"], list[dict[str, Any]], "tool_choice.tools")
         names = [each.get("name") for each in allowed]
         chat_values["tools"] = [t for t in chat_values["tools"] if t["function"]["name"] in names]
         choice = choice.get("mode", "auto")

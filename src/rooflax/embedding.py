@@ -139,7 +139,7 @@ class Embedder:
         if not is_whole(truncate) or not 1 <= truncate <= longest:
             raise RequestError(
                 f"truncate_prompt_tokens is {truncate!r:.40}; it must be from 1 to {longest}, or "
-                f"-1 for as many as {self._info.name} takes.",
+                f"-1 for as many as the model takes.",
                 param="truncate_prompt_tokens",
             )
         return truncate
@@ -150,8 +150,7 @@ class Embedder:
         name = name if name is not None or pooling is None else pooling.default_prompt
         if name is not None and not (isinstance(name, str) and name in prompts):
             raise RequestError(
-                f"{self._info.name} has no prompt {name!r:.60}; it has "
-                f"{', '.join(prompts) or 'none'}.",
+                f"The model has no prompt {name!r:.60}; it has {', '.join(prompts) or 'none'}.",
                 param="prompt_name",
             )
         return "" if name is None else prompts[name]
@@ -207,7 +206,14 @@ class Embedder:
         return encode_chat(self._tokenizer, [*system, *pair], add_generation_prompt=True)
 
     def _checked(self, ids: list[int]) -> list[int]:
-        check_prompt(ids, self._info.config.vocab_size, self.longest(), new_tokens=0)
+        longest = self.longest()
+        if len(ids) > longest:
+            raise RequestError(
+                f"The text has {len(ids)} tokens and the model takes {longest}; shorten it, or let "
+                f"it be cut (truncate_prompt_tokens).",
+                param="prompt",
+            )
+        check_prompt(ids, self._info.config.vocab_size, longest, new_tokens=0)
         return ids
 
     def sequences(self, texts: Sequence[list[int]], cache_salt: str = "") -> list[EngineSequence]:

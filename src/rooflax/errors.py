@@ -36,6 +36,10 @@ OTHER_NAMES = {
     "--tensor-parallel-size": "--mesh",
     "--device": "--platform",
     "--api-base": "--url",
+    "--num-ctx": "--max-model-len",
+    "--parallel": "--max-num-seqs",
+    "-np": "--max-num-seqs",
+    "--system-prompt": "--system",
 }
 """Names that llama.cpp, Ollama, transformers, vLLM and mlx-lm have for our fields and flags."""
 
@@ -92,5 +96,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         return f" (did you mean {other}?)"
     import difflib  # most commands end without it
 
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    return f" (did you mean {close[0]}?)" if close else ""
+    named = {one.lstrip("-"): one for one in reversed(known)}  # dashes make all flags alike
+    close = difflib.get_close_matches(name.lstrip("-"), named, n=1, cutoff=0.7)
+    return f" (did you mean {named[close[0]]}?)" if close else ""

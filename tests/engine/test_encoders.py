@@ -196,7 +196,7 @@ def test_longer_texts_are_rejected_or_cut(embedder, tmp_path):
     folder = shutil.copytree(embedder("bert"), tmp_path / "short")
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 16}))
     llm, long = LLM(folder), TEXTS[2]
-    with pytest.raises(RequestError, match="context holds 16"):
+    with pytest.raises(RequestError, match="model takes 16"):
         llm.embed(long)
     ids = llm.encode(long)
     for asked, kept in ((-1, 16), (10, 10)):
@@ -221,7 +221,7 @@ def test_pairs_are_cut_as_transformers_cuts_them(scorer):
             wanted = theirs(*pair, truncation=True, max_length=most)
             found = llm.tokenizer.encode_cut(*pair, most)
             assert found == (wanted["input_ids"], wanted["token_type_ids"]), (most, pair)
-    with pytest.raises(RequestError, match="context holds"):
+    with pytest.raises(RequestError, match="model takes"):
         llm.rerank(TEXTS[2] * 3, ["x"])
     assert llm.rerank(TEXTS[2] * 3, ["x"], truncate_prompt_tokens=-1) != llm.rerank("x", ["x"])
 

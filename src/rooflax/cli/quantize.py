@@ -156,9 +156,10 @@ def _write_gguf(args: argparse.Namespace) -> dict[str, Any]:
     where = flags.find_arguments(args)
     with terminal.status("starting JAX", args.quiet):
         platform.start_jax(args)
-        from rooflax.loading.gguf_save import save_gguf
+        from rooflax.loading.gguf_save import check_file_type, save_gguf
         from rooflax.loading.model_info import model_info
 
+    args.gguf = check_file_type(args.gguf)
     info = model_info(args.model, **where)
     with terminal.status(f"writing {path}", args.quiet):
         notes = save_gguf(info, path, args.gguf, check=args.check)

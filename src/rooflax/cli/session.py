@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooflax.cli import flags, platform, terminal
@@ -116,6 +117,7 @@ def _loaded(
     if planned.get("generation_config") == "auto":  # the verb generates
         plan.info.generation_defaults().check()
     name, is_random = plan.info.name, plan.info.folder is None
+    shown = Path(name).name if Path(name).is_file() else name
     if plan.info.left_out and not args.quiet:
         towers = " and ".join(plan.info.left_out)
         terminal.say(f"{name}: its text model is used, its {towers} tower is left out.")
@@ -124,8 +126,8 @@ def _loaded(
     if plan.adapter is not None and plan.adapter.config.warning and not args.quiet:
         terminal.say(plan.adapter.config.warning)
     with (
-        terminal.byte_progress(f"loading {name}", plan.load_bytes, args.quiet) as bar,
-        terminal.status(f"loading {name}", args.quiet or not is_random),
+        terminal.byte_progress(f"loading {shown}", plan.load_bytes, args.quiet) as bar,
+        terminal.status(f"loading {shown}", args.quiet or not is_random),
     ):
         return make(plan, progress=bar.update, **values)
 

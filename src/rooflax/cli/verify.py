@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-4
 DEFAULT_TOKENS = 16
+GGUF = (
+    "{} is a GGUF file, whose metadata transformers reads only in part; verify the checkpoint it "
+    "was made from."
+)
 PROMPTS = (
     "def fibonacci(n):\n    ",
     "import os",
@@ -52,15 +56,14 @@ def add_flags(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0 if everything is equal, 1 if not."""
     args.dtype = "float32"
+    if str(args.model).endswith(".gguf"):  # known before it is loaded
+        raise RequestError(GGUF.format(args.model))
     transformers = _import_transformers()
     llm = open_llm(args)
     if llm.info.folder is None:
         raise RequestError(f"{llm.info.name} has no files that transformers could open.")
     if llm.info.gguf is not None:
-        raise RequestError(
-            f"{llm.info.name} is a GGUF file, whose metadata transformers reads only in part; "
-            f"verify the checkpoint it was made from."
-        )
+        raise RequestError(GGUF.format(llm.info.name))
     prompts = encoded_prompts(llm, args.prompt or PROMPTS, args.max_tokens)
     with terminal.status("running transformers", args.quiet):
         theirs = _Reference(transformers, llm.info.folder, prompts, args.max_tokens)

@@ -121,5 +121,5 @@ class SamplingParams(SamplingFields):
         """
         merged = UNSET | {k: v for k, v in defaults.items() if v is not None}
         if self.num_beams > 1:
-            merged |= OFF | OF_BEAMS
+            merged |= {**OFF, **OF_BEAMS}
         return replace(self, **{k: v for k, v in merged.items() if getattr(self, k) is None})

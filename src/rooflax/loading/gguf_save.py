@@ -53,6 +53,17 @@ LARGEST = {
 STORAGE = Storage(keeps_bfloat16=True)
 
 
+def check_file_type(kind: str) -> str:
+    """One of FILE_TYPES, in capitals.
+
+    Raises:
+        RequestError: it is none.
+    """
+    if kind.upper() not in FILE_TYPES:
+        raise RequestError(f"gguf is {kind!r}; a file is written as {', '.join(FILE_TYPES)}.")
+    return kind.upper()
+
+
 def save_gguf(
     info: ModelInfo, path: str | os.PathLike[str], kind: str, *, check: bool = False
 ) -> list[str]:
@@ -73,8 +84,7 @@ def save_gguf(
         CheckpointError: a weight is too large for the type.
         OSError: the disk is full or not writable; what was there before stays.
     """
-    if kind not in FILE_TYPES:
-        raise RequestError(f"gguf is {kind!r}; a file is written as {', '.join(FILE_TYPES)}.")
+    kind = check_file_type(kind)
     if info.folder is None:
         raise RequestError(
             f"{info.name} has random weights and no tokenizer of its own; give a checkpoint."

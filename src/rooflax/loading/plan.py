@@ -410,7 +410,9 @@ def resolve_precision(
     """
     if is_packed(info.raw_config) and asked.quantize is not None:
         raise RequestError(
-            f"{info.name} is quantised already; leave `quantize` out.", param="quantize"
+            f"{info.name} is quantized already; leave `quantize` out, or give the checkpoint that "
+            f"it was made from.",
+            param="quantize",
         )
     auto = asked.dtype is None
     dtype = asked.dtype or ("float32" if platform == "cpu" else "bfloat16")

@@ -588,8 +588,9 @@ class _Run:
         samples = [{"prompt": prompt, "text": text} for prompt, text in answers]
         self.log.write({"step": self.step, "samples": samples})
         for prompt, text in answers:
-            question, answered = (json.dumps(each, ensure_ascii=False) for each in (prompt, text))
-            self.say(shortened(f"  {shortened(question, SCREEN // 3)}: {answered}", SCREEN))
+            question = json.dumps(shortened(prompt, SCREEN // 3), ensure_ascii=False)
+            answered = json.dumps(text, ensure_ascii=False)
+            self.say(shortened(f"step {self.step:,}, {question}: {answered}", SCREEN))
 
     def trained_model(self) -> Model:
         """The model as it is now, layers as the run has them."""

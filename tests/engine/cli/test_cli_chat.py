@@ -78,7 +78,9 @@ class FakeLLM:
     def __init__(self, tokenizer, answers, max_model_len=400):
         self.tokenizer, self.answers = tokenizer, list(answers)
         self.max_model_len, self.asked = max_model_len, []
-        self.info = SimpleNamespace(name="fake")
+        self.info = SimpleNamespace(
+            name="fake", config=SimpleNamespace(is_causal=True, has_head=True)
+        )
         self.processor = SimpleNamespace(chat_values=dict)
 
     def encode(self, text):

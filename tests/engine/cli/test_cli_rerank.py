@@ -38,7 +38,7 @@ def test_the_best_come_first(rooflax, folder, tmp_path):
         ((), "either as --document or as --input"),
         (("-d", "x", "--input", "-"), "either as --document or as --input"),
         (("-d", "x", "--instruction", "strict"), "without an --instruction"),
-        (("-d", "x" * 500), "the context holds"),
+        (("-d", "x" * 500), "the model takes"),
     ],
 )
 def test_what_cannot_be_scored_is_rejected(rooflax, folder, flags, said):

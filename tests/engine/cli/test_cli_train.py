@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -206,9 +207,9 @@ def test_samples_of_prompts_and_a_tracker(rooflax, data, chat, kind, monkeypatch
     for each in samples[4]:
         ids = trained.encode_chat([{"role": "user", "content": each["prompt"]}])
         assert trained.generate(ids, temperature=0.0, max_tokens=64)[0].text == each["text"]
-    said = [line for line in ran.err.splitlines() if line.startswith('  "')]
+    said = [line for line in ran.err.splitlines() if re.match(r'step \d+, "', line)]
     assert len(said) == 6 and max(map(len, said)) <= 79
-    assert said[0].startswith('  "Say 7.": "') and said[1].startswith('  "What does len')
+    assert said[0].startswith('step 0, "Say 7.": "') and said[-1].startswith('step 4, "What does l')
     page = (data / "run/report.html").read_text()
     assert page.count("<td>Say 7.</td>") == 3 and "<h2>Samples</h2>" in page
     ran = train(rooflax, *flags, data="chats.jsonl", out="plain")

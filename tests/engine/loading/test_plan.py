@@ -161,7 +161,7 @@ def packed_leaves(model):
 
 
 def test_a_format_over_codes_is_rejected(models):
-    with pytest.raises(RequestError, match="quantised already"):
+    with pytest.raises(RequestError, match="quantized already"):
         make_plan(models["packed"], quantize="int8")
 
 

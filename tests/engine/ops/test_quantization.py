@@ -183,7 +183,7 @@ def test_a_quantised_model_is_saved_as_it_is(tmp_path, preset, format):
     assert jax.tree.structure(again.weights) == jax.tree.structure(model.weights)
     for one, other in zip(jax.tree.leaves(model), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
-    with pytest.raises(RequestError, match="is quantised already"):
+    with pytest.raises(RequestError, match="is quantized already"):
         rooflax.load(tmp_path / "m", quantize="int4")
 
 

@@ -24,7 +24,10 @@ class Echo:
     """Answers `[what was asked]`, a word at a time."""
 
     max_model_len = 100_000
-    info = SimpleNamespace(name=CHAT_NAME, config=SimpleNamespace(num_parameters=4_676_352))
+    info = SimpleNamespace(
+        name=CHAT_NAME,
+        config=SimpleNamespace(num_parameters=4_676_352, is_causal=True, has_head=True),
+    )
     processor = SimpleNamespace(chat_values=dict)
     tokenizer = SimpleNamespace(chat_template="x", convert_token_to_id=lambda token: None)
 

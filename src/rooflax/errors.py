@@ -96,6 +96,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         return f" (did you mean {other}?)"
     import difflib  # most commands end without it
 
-    named = {one.lstrip("-"): one for one in reversed(known)}  # dashes make all flags alike
-    close = difflib.get_close_matches(name.lstrip("-"), named, n=1, cutoff=0.7)
-    return f" (did you mean {named[close[0]]}?)" if close else ""
+    is_flag = name.startswith("-")
+    for alike in (True, False):  # a flag for a flag first, by its word: dashes make all alike
+        named = {one.lstrip("-"): one for one in known if (one[:1] == "-") == (is_flag == alike)}
+        if close := difflib.get_close_matches(name.lstrip("-"), named, n=1, cutoff=0.7):
+            return f" (did you mean {named[close[0]]}?)"
+    return ""

@@ -50,14 +50,15 @@ def entry() -> None:
     _leave_current_folder(by_module=__name__ == "__main__")
     import signal
 
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # nothing is open yet that had to be tidied up
+    is_usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_usual:  # nothing is open yet that had to be tidied up
         signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
     from rooflax.cli.main import main
     from rooflax.signals import keep_interrupts
 
     keep_interrupts()
-    signal.signal(signal.SIGINT, before)
+    if is_usual:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))
 
 

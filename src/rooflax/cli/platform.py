@@ -13,6 +13,8 @@ import math
 import os
 import signal
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +202,20 @@ def join_processes(args: argparse.Namespace) -> None:
     if jax.process_index() > 0:
         args.quiet = True
     sys.stdout = silent if jax.process_index() > 0 else our_stdout
+
+
+@contextlib.contextmanager
+def ends_with_its_job() -> Iterator[None]:
+    """While inside, an exchange that fails because a process is lost waits for JAX's own client,
+    which ends this one with a sentence."""
+    try:
+        yield
+    except Exception as error:
+        import jax
+
+        if jax.process_count() > 1 and isinstance(error, jax.errors.JaxRuntimeError):
+            time.sleep(2 * LOST_S)
+        raise
 
 
 def _explain_aborts() -> None:

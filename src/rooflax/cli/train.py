@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
     check_job(config)
     out = Path(args.out)
     lock = only_writer(out, out / ".lock", makes_folders=True)
-    with lock if job.leads() else nullcontext():
+    with platform.ends_with_its_job(), lock if job.leads() else nullcontext():
         return _train(args, config, data, out)
 
 

@@ -13,6 +13,22 @@ from typing import Any
 
 
 @contextlib.contextmanager
+def _handled(number: int, handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """While inside, a signal has this handler; outside the main thread signals are someone else's,
+    and stay so."""
+    try:
+        before = signal.signal(number, handler)
+    except ValueError:  # not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        if before is not None:  # else it was not installed from Python
+            signal.signal(number, before)
+
+
+@contextlib.contextmanager
 def stop_asked() -> Iterator[Callable[[], bool]]:
     """While inside, the first SIGINT only asks to stop; a second one interrupts as usual.
 
@@ -26,15 +42,8 @@ def stop_asked() -> Iterator[Callable[[], bool]]:
         asked = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    try:
-        before = signal.signal(signal.SIGINT, ask)
-    except ValueError:  # not the main thread: signals are someone else's
-        yield lambda: False
-        return
-    try:
+    with _handled(signal.SIGINT, ask):
         yield lambda: asked
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -54,15 +63,8 @@ def interrupts_end_at_once() -> Iterator[None]:
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    try:
-        signal.signal(signal.SIGINT, end)
-    except ValueError:  # not the main thread: signals are someone else's
+    with _handled(signal.SIGINT, end):
         yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def keep_interrupts() -> None:
@@ -89,12 +91,5 @@ def cleanup_on_sigterm() -> Iterator[None]:
     def end(signum: int, frame: Any) -> None:
         sys.exit(TERMINATED)
 
-    try:
-        before = signal.signal(signal.SIGTERM, end)
-    except ValueError:  # not the main thread: signals are someone else's
+    with _handled(signal.SIGTERM, end):
         yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -74,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _answer(args: argparse.Namespace, requests: list[BatchRequest]) -> int:
+    if args.output == "-":
+        raise RequestError("The answers go to a file, which a second run completes; name one.")
     check_output(args.input, args.output)
     done = set() if args.force else answered(args.output)
     todo = [request for request in requests if request.name not in done]

@@ -163,8 +163,8 @@ def _read(file: SafetensorsFile, name: str, like: jax.Array) -> jax.Array:
         )
     # A copy: the step donates the state, and the file's pages are not ours to give away.
     copied = jnp.array(np.array(array), copy=True)
-    is_split = isinstance(like.sharding, NamedSharding)
-    return job.placed(copied, like.sharding) if is_split else copied
+    sharding = like.sharding
+    return job.placed(copied, sharding) if isinstance(sharding, NamedSharding) else copied
 
 
 def _write_arrays(path: Path, state: TrainState) -> None:

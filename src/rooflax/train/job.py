@@ -6,12 +6,14 @@ one process sees, such as a signal, is decided by the first.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Sharding
+from jax.sharding import Mesh, NamedSharding
+
+from rooflax.nn.placement import put
 
 
 def leads() -> bool:
@@ -45,9 +47,8 @@ def on_host(tree: Any) -> Any:
     )
 
 
-def placed(array: Any, sharding: Sharding) -> jax.Array:
+def placed(array: Any, sharding: NamedSharding) -> jax.Array:
     """An array that every process has in whole, on the devices of all of them."""
     if jax.process_count() == 1:
         return jax.device_put(array, sharding)
-    host = np.asarray(array)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+    return put(array, cast(Mesh, sharding.mesh), sharding.spec)

@@ -101,6 +101,19 @@ def ask(url, prompt, **fields):
     return httpx.post(f"{url}/v1/completions", json=body, timeout=120, trust_env=False)
 
 
+def run_ahead(job, url):
+    """Stops the other process while the first one takes steps that need no other."""
+    body = {"prompt": [1, 2], "max_tokens": GROUP, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+        pieces = answer.iter_text()
+        assert next(pieces)
+        job.processes[1].send_signal(signal.SIGSTOP)
+        try:
+            assert "".join(pieces).endswith("data: [DONE]\n\n")
+        finally:
+            job.processes[1].send_signal(signal.SIGCONT)
+
+
 def test_tokens_are_those_of_one_process_and_a_signal_to_all_drains(folder, serve):
     job = serve()
     url = job.ready()
@@ -116,6 +129,8 @@ def test_tokens_are_those_of_one_process_and_a_signal_to_all_drains(folder, serv
     assert formed["choices"][0]["text"] == "12"
     many = [ask(url, [n, n + 1], max_tokens=1).status_code for n in range(2 * GROUP)]
     assert set(many) == {200}  # their keys are deleted by and by
+    run_ahead(job, url)
+    assert ask(url, PROMPTS[0]).json()["choices"] == answers[0].json()["choices"]
 
     texts = []
 
@@ -159,23 +174,29 @@ class Store:
     """The key-value store of JAX's distributed client, in memory."""
 
     def __init__(self):
-        self.values = {}
+        self.values, self.changed = {}, threading.Condition()
 
     def key_value_set_bytes(self, key, value):
-        self.values[key] = value
+        with self.changed:
+            self.values[key] = value
+            self.changed.notify_all()
 
     def key_value_delete(self, prefix):
-        for key in [key for key in self.values if key.startswith(prefix)]:
-            del self.values[key]
+        with self.changed:
+            for key in [key for key in self.values if key.startswith(prefix)]:
+                del self.values[key]
 
     def blocking_key_value_get_bytes(self, key, timeout_ms):
-        return self.values[key]
+        with self.changed:
+            assert self.changed.wait_for(lambda: key in self.values, timeout_ms / 1000), key
+            return self.values[key]
 
 
 @pytest.fixture
 def pair(monkeypatch):
     store = Store()
     monkeypatch.setattr("jax._src.distributed.global_state.client", store)
+    monkeypatch.setattr("jax.process_count", lambda: 2)
     made = []
     for rank in (0, 1):
         monkeypatch.setattr("jax.process_index", lambda rank=rank: rank)
@@ -207,13 +228,23 @@ def test_a_failure_of_the_first_is_one_of_all(pair):
         list(other.calls())
 
 
-def test_calls_that_all_have_read_are_deleted(pair):
-    store, leader, _ = pair
-    for number in range(3 * GROUP + 5):
-        leader.send("copy")
-        if number == 2 * GROUP:
-            leader.fetched()
-    assert len(store.values) == GROUP + 5
+def test_calls_stay_until_all_have_read_them(pair):
+    store, leader, other = pair
+    most = 0
+
+    def lead():
+        nonlocal most
+        for _ in range(6 * GROUP):
+            leader.send("copy")
+            most = max(most, len(store.values))
+        leader.end(None)
+
+    leading = threading.Thread(target=lead)
+    leading.start()
+    wait_for(lambda: len(store.values) == 2 * GROUP)
+    assert len(list(other.calls())) == 6 * GROUP
+    leading.join(10)
+    assert not leading.is_alive() and most <= 2 * GROUP + 2 and len(store.values) <= 2 * GROUP + 2
 
 
 def test_a_second_process_makes_no_async_llm(monkeypatch):

@@ -25,7 +25,8 @@ NOTICE_S = 20
 """Seconds to wait for JAX's client, which ends the process with a message of its own: more than
 its heartbeat's limit in cli/platform.py."""
 GROUP = 64
-"""Calls whose keys are deleted together."""
+"""Calls that are acknowledged, and whose keys are deleted, together. Process 0 is at most two
+groups ahead: where a step's rows are not split, its result needs no other process."""
 END = "end"
 Call = tuple[str, dict[str, Any], list[np.ndarray]]
 """A call's name, its facts and its arrays."""
@@ -41,7 +42,7 @@ class Lockstep:
     def __init__(self) -> None:
         self._client: Any = distributed.global_state.client
         self.rank, self.leads = jax.process_index(), jax.process_index() == 0
-        self._num_sent = self._num_done = self._num_deleted = 0
+        self._others, self._num_sent = range(1, jax.process_count()), 0
 
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Checks that every process was started alike.
@@ -64,23 +65,27 @@ class Lockstep:
         return tuple(map(min, zip(*every, strict=True)))
 
     def send(self, name: str, *arrays: np.ndarray | None, **facts: Any) -> None:
-        """Tells the other processes of a call that this one makes now.
+        """Tells the other processes of a call that this one makes now; waits where they are far
+        behind.
 
         Args:
             facts: JSON values.
         """
+        group, place = divmod(self._num_sent, GROUP)
+        if place == 0 and group >= 2:
+            self._delete(group - 2)
         shapes = [None if a is None else [a.dtype.str, list(a.shape)] for a in arrays]
         head = json.dumps({"call": name, "facts": facts, "arrays": shapes}).encode()
         parts = [head, b"\n", *(a.tobytes() for a in arrays if a is not None)]
         self._client.key_value_set_bytes(_key(self._num_sent), b"".join(parts))
         self._num_sent += 1
 
-    def fetched(self) -> None:
-        """The latest call's result is here, so that every process has read all calls until then."""
-        self._num_done = self._num_sent
-        while self._num_deleted + GROUP <= self._num_done:
-            self._client.key_value_delete(f"{ROOT}/calls/{self._num_deleted // GROUP}/")
-            self._num_deleted += GROUP
+    def _delete(self, group: int) -> None:
+        """Deletes a group's keys, once every process has read it."""
+        for rank in self._others:
+            self._get(_read_key(group, rank))
+        for folder in ("calls", "read"):
+            self._client.key_value_delete(f"{ROOT}/{folder}/{group}/")
 
     def end(self, failure: str | None) -> None:
         """Ends `calls` in the other processes, with an error where the engine failed."""
@@ -95,6 +100,9 @@ class Lockstep:
         number = 0
         while True:
             head, _, data = self._get(_key(number)).partition(b"\n")
+            group, place = divmod(number, GROUP)
+            if place == GROUP - 1:
+                self._client.key_value_set_bytes(_read_key(group, self.rank), b"")
             stated, arrays, at = json.loads(head), [], 0
             for each in stated["arrays"]:
                 if each is None:
@@ -130,3 +138,7 @@ class Lockstep:
 
 def _key(number: int) -> str:
     return f"{ROOT}/calls/{number // GROUP}/{number}"
+
+
+def _read_key(group: int, rank: int) -> str:
+    return f"{ROOT}/read/{group}/{rank}"

@@ -308,8 +308,6 @@ class Runner:
         else:
             result = StepResult(tokens, vectors=np.asarray(scores)[rows])
         self.lost_state = False
-        if self.lockstep is not None:
-            self.lockstep.fetched()
         return result
 
     def _run_step(self, shape: Shape, host: StepInput) -> tuple[jax.Array, jax.Array | None]:

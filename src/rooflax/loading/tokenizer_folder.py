@@ -102,6 +102,7 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
         reject_stand_in(path, data)
         # Added tokens pass through the normalizer while the file is read.
         _check_growth(path, "normalizer", _normalizers(data))
+        _check_prefix(path, data)
         backend = tokenizers.Tokenizer.from_buffer(data)
         for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
             part = getattr(backend, name)
@@ -110,6 +111,7 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
         return backend
 
 
+_PREFIX = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]')
 _ESCAPED_LETTER = re.compile(rb"\\u00[2-7]")
 
 
@@ -138,6 +140,24 @@ def _values_of(data: bytes, name: str) -> list[Any]:
 
     json.loads(data, object_pairs_hook=look)
     return values
+
+
+def _check_prefix(path: Path, data: bytes) -> None:
+    """CheckpointError where a merge's second part has not the prefix of continued words: the
+    library cuts that many bytes off, and ends the process where it cannot."""
+    if not (_PREFIX.search(data) or _ESCAPED_LETTER.search(data)):
+        return
+    model = json.loads(data).get("model")
+    prefix = model.get("continuing_subword_prefix") if isinstance(model, dict) else None
+    if not prefix or "merges" not in model:
+        return
+    for merge in model["merges"]:
+        second = (merge.split(" ") if isinstance(merge, str) else merge)[-1]
+        if not (prefix.isascii() and second.startswith(prefix)):
+            raise CheckpointError(
+                f"{path} has the continuing_subword_prefix {prefix[:40]!r}, and the merge "
+                f"{merge!r:.80} does not fit it; get the file again."
+            )
 
 
 def _check_growth(path: Path, name: str, parts: list[Any]) -> None:

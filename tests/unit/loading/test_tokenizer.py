@@ -335,6 +335,28 @@ def test_a_normalizer_named_twice_is_found(write_folder, tmp_path):
         Tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("prefix", ["x", "##", "\u00e9"])
+def test_merges_without_the_prefix_of_continued_words_are_rejected(write_folder, tmp_path, prefix):
+    path = write_folder(tmp_path, "gpt2") / "tokenizer.json"
+    state = json.loads(path.read_text())
+    state["model"]["continuing_subword_prefix"] = prefix
+    path.write_text(json.dumps(state))
+    with pytest.raises(CheckpointError, match="does not fit it"):  # the library would abort
+        Tokenizer(tmp_path)
+
+
+def test_a_prefix_of_continued_words_is_read(write_folder, tmp_path):
+    path = write_folder(tmp_path, "gpt2") / "tokenizer.json"
+    state = json.loads(path.read_text())
+    vocab = {text: n for n, text in enumerate(["a", "##b", "##c", "ab", "##bc"])}
+    merges = [["a", "##b"], ["##b", "##c"]]
+    state |= {"added_tokens": [], "post_processor": None, "decoder": None, "pre_tokenizer": None}
+    state["model"] |= {"continuing_subword_prefix": "##", "vocab": vocab, "merges": merges}
+    path.write_text(json.dumps(state))
+    assert tokenizers.Tokenizer.from_file(str(path)).encode("ab").ids == [3]
+    assert Tokenizer(tmp_path).encode("ab") == [3]
+
+
 def test_a_panic_of_the_library_is_an_error(write_folder, tmp_path):
     path = write_folder(tmp_path, "gpt2") / "tokenizer.json"
     state = json.loads(path.read_text())

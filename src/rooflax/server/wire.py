@@ -25,7 +25,7 @@ MAX_AHEAD = 256 * 1024
 _UPGRADE = re.compile(rb"(?i)(?<=\r\n)upgrade(?=[ \t]*:)")
 HEADER_S, READ_S = 10.0, 30.0
 _PHRASES = {400: "Bad Request", 414: "URI Too Long", 431: "Request Header Fields Too Large",
-            503: "Service Unavailable"}  # fmt: skip
+            501: "Not Implemented", 503: "Service Unavailable"}  # fmt: skip
 
 
 class _Rejected(Exception):
@@ -43,6 +43,7 @@ class Protocol(HttpToolsProtocol):
         self._is_in_head, self._num_bytes, self._num_body_bytes = False, 0, 0
         self._current: RequestResponseCycle | None = None
         self._ahead = bytearray()
+        self._owes_rejection = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -101,7 +102,9 @@ class Protocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._ahead and not self._is_answering and not self.transport.is_closing():
+        if self._owes_rejection and not self._is_answering:
+            self._send_rejection()
+        elif self._ahead and not self._is_answering and not self.transport.is_closing():
             data, self._ahead = bytes(self._ahead), bytearray()
             self.data_received(data)
 
@@ -149,6 +152,9 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._head_came()
+        codings = [value for name, value in self.headers if name == b"transfer-encoding"]
+        if codings and b",".join(codings).strip().lower() != b"chunked":
+            self._reject(501, "The body has a transfer coding besides chunked.", "unsupported")
         self.scope["abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
         super().on_headers_complete()
 
@@ -190,8 +196,8 @@ class Protocol(HttpToolsProtocol):
             self._read_timer.cancel()
             self._read_timer = None
 
-    def _reject(self, status: int, message: str) -> None:
-        self._rejection = ApiError(message, status=status, code="request_too_large")
+    def _reject(self, status: int, message: str, code: str = "request_too_large") -> None:
+        self._rejection = ApiError(message, status=status, code=code)
         raise _Rejected  # ends the parser, which calls send_400_response
 
     def _over(self, status: int, message: str) -> None:
@@ -199,10 +205,18 @@ class Protocol(HttpToolsProtocol):
         self.send_400_response(message)
 
     def send_400_response(self, msg: str) -> None:
-        """The answer to what is no request, as JSON; then the connection is closed."""
-        error = self._rejection or ApiError("The request is not valid HTTP.", code="invalid_http")
-        self._rejection = error
+        """The answer to what is no request, as JSON, behind those to whole requests before it;
+        then the connection is closed."""
+        if self._rejection is None:
+            self._rejection = ApiError("The request is not valid HTTP.", code="invalid_http")
         self._head_came()
+        self._owes_rejection = self._is_answering
+        if not self._owes_rejection:
+            self._send_rejection()
+
+    def _send_rejection(self) -> None:
+        error = self._rejection
+        assert error is not None
         body = msgspec.json.encode(openai_body(error))
         headers = {
             "content-type": "application/json", "content-length": len(body),

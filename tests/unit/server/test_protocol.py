@@ -335,6 +335,24 @@ def test_h11_continue_pipelines_and_old_clients(live):
     assert b" 200 " in raw(live, b"GET /health HTTP/1.0\r\nHost: localhost\r\n\r\n")
 
 
+def test_h11_garbage_behind_requests_is_rejected_behind_their_answers(live):
+    body = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
+    head = request("POST", "/v1/completions", "Content-Type: application/json",
+                   f"Content-Length: {len(body)}").replace(b"Connection: close\r\n", b"")  # fmt: skip
+    for behind in (b"garbage\r\n\r\n", b"GET " + b"/" * 70_000 + b" HTTP/1.1\r\n\r\n"):
+        said = raw(live, (head + body) * 2 + behind)
+        statuses = [each[:3] for each in said.split(b"HTTP/1.1 ")[1:]]
+        assert statuses[:2] == [b"200", b"200"] and statuses[2][:1] == b"4" and len(statuses) == 3
+
+
+@pytest.mark.parametrize("coding", ["gzip, chunked", "gzip", "identity"])
+def test_h11_another_transfer_coding_is_not_read_as_chunked(live, coding):
+    head = request("POST", "/v1/completions", "Content-Type: application/json",
+                   f"Transfer-Encoding: {coding}")  # fmt: skip
+    said = raw(live, head + b"0\r\n\r\n")
+    assert said.startswith((b"HTTP/1.1 501", b"HTTP/1.1 400")) and said.count(b"HTTP/1.1") == 1
+
+
 def test_h11_head_and_ranges(live):
     two = b"HEAD / HTTP/1.1\r\nHost: localhost\r\n\r\n" + request("GET", "/version")
     first, _, rest = raw(live, two).partition(b"\r\n\r\n")

@@ -201,7 +201,9 @@ def _own_name(path: str, error: ApiError) -> str | None:
     name, dot, rest = (error.param or "").partition(".")
     name, bracket, index = name.partition("[")
     alias = OWN_NAMES.get(path, {}).get(name)
-    if alias is None or (name in POSTS[path][1].fields and error.code != "context_length_exceeded"):
+    if alias is None or error.code == "unknown_parameter":
+        return error.param
+    if name in POSTS[path][1].fields and error.code != "context_length_exceeded":
         return error.param
     return alias if alias == "input" else f"{alias}{bracket}{index}{dot}{rest}"
 

@@ -21,6 +21,7 @@ from rooflax.server.rendering import render, tells_effort
 from rooflax.server.sampling import renamed
 from rooflax.server.service import Service
 from rooflax.server.tables import COUNT_TOKENS, FUNCTION, MESSAGES, SYSTEM
+from rooflax.server.tools import check_parameters
 from rooflax.server.turn import ChatTurn
 
 BILLING = "x-anthropic-billing-header"
@@ -62,8 +63,11 @@ def chat_fields(call: ApiCall) -> dict[str, Any]:
         chat += _message(message, where, ignored)
         places += [where] * (len(chat) - len(places))
     chat_values["messages"], chat_values["places"] = chat, places
+    chat_values["answered_by"] = "tool_use_id"
     last = chat[-1] if chat else {}
     if last.get("role") == "assistant" and last.get("content") and "tool_calls" not in last:
+        if len(chat) == 1:
+            raise ApiError("messages has an answer alone; begin with the user.", param="messages")
         chat_values |= {"continue_final_message": True, "add_generation_prompt": False}
     chat_values["tools"] = _tools(fields.get("tools", ()), ignored)
     if "tool_choice" in fields:
@@ -71,7 +75,10 @@ def chat_fields(call: ApiCall) -> dict[str, Any]:
     if "format" in fields.get("output_config", {}):
         schema = fields["output_config"]["format"]["schema"]
         chat_values["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
-    return chat_values | _effort(call)
+    chat_values |= _effort(call)
+    if not chat:
+        raise ApiError("messages has no content; give at least one text.", param="messages")
+    return chat_values
 
 
 def _effort(call: ApiCall) -> dict[str, Any]:
@@ -191,6 +198,7 @@ def _tools(listed: Any, ignored: list[str]) -> list[dict[str, Any]]:
         plain = {name: value for name, value in tool.items() if name not in _OF_TOOL}
         plain["parameters"] = tool.get("input_schema", {"type": "object"})
         function = FUNCTION.parse(plain, f"tools[{number}]", ignored=ignored)
+        check_parameters(function["parameters"], f"tools[{number}].input_schema")
         tools.append({"type": "function", "function": function})
     return tools
 

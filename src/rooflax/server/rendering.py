@@ -54,7 +54,8 @@ async def render(service: Service, fields: Mapping[str, Any]) -> ChatPrompt:
 
     Args:
         fields: the honoured fields of a request, those of tables.RENDERING and of tools; `places`
-            says where the messages stand in another API's body.
+            says where the messages stand in another API's body, `answered_by` the name there of a
+            result's call.
 
     Raises:
         RooflaxError: the messages, tools or variables cannot be, or the template rejects them.
@@ -64,7 +65,8 @@ async def render(service: Service, fields: Mapping[str, Any]) -> ChatPrompt:
     names = await service.in_thread(template_names, template)
     places = fields.get("places") or [f"messages[{n}]" for n in range(len(fields["messages"]))]
     listed = with_tool_calls(fields["messages"])
-    messages = repaired(_checked(listed, places), template, places)
+    checked = _checked(listed, places, fields.get("answered_by", "tool_call_id"))
+    messages = repaired(checked, template, places)
     service.check_size(sum(len(message.get("content") or "") for message in messages))
     format = service.format
     if format.calls is not None:
@@ -164,7 +166,9 @@ def _begun_answer(fields: Mapping[str, Any], messages: list[dict[str, Any]]) -> 
     return last["content"]
 
 
-def _checked(listed: Sequence[Mapping[str, Any]], places: Sequence[str]) -> list[dict[str, Any]]:
+def _checked(
+    listed: Sequence[Mapping[str, Any]], places: Sequence[str], answered_by: str
+) -> list[dict[str, Any]]:
     """Messages with their content as text.
 
     Raises:
@@ -185,7 +189,7 @@ def _checked(listed: Sequence[Mapping[str, Any]], places: Sequence[str]) -> list
         call_ids |= {call["id"] for call in message.get("tool_calls", ())}
         answered = message.get("tool_call_id")
         if answered is not None and answered not in call_ids:
-            place = f"{where}.{'call_id' if where.startswith('input') else 'tool_call_id'}"
+            place = f"{where}.{answered_by}"
             raise ApiError(
                 f"{place} is {answered[:64]!r}, and no earlier call has this id.", param=place
             )

@@ -21,6 +21,7 @@ from rooflax.server.rendering import ROLES, render, tells_effort, text_of
 from rooflax.server.sampling import renamed
 from rooflax.server.service import Service
 from rooflax.server.tables import FUNCTION, INPUT_TOKENS, RESPONSES
+from rooflax.server.tools import check_parameters
 from rooflax.server.turn import ChatTurn, Spelled
 
 LOGPROBS = "message.output_text.logprobs"
@@ -56,6 +57,7 @@ def chat_fields(call: ApiCall) -> dict[str, Any]:
     if "parallel_tool_calls" in fields:
         chat_values["parallel_tool_calls"] = fields["parallel_tool_calls"]
     chat_values["messages"], chat_values["places"] = _conversation(fields, call.ignored)
+    chat_values["answered_by"] = "call_id"
     chat_values["tools"] = function_tools(fields.get("tools", ()), call.ignored)
     choice = fields.get("tool_choice")
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
@@ -113,6 +115,7 @@ def function_tools(listed: Any, ignored: list[str]) -> list[dict[str, Any]]:
         elif kind == "function":
             plain = {name: value for name, value in tool.items() if name != "type"}
             function = FUNCTION.parse(plain, f"tools[{number}]", ignored=ignored)
+            check_parameters(function.get("parameters", {}), f"tools[{number}].parameters")
             tools.append({"type": "function", "function": function})
         else:
             ignored.append(f"tools[{number}].type={str(kind)[:40]}")

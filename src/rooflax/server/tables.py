@@ -46,7 +46,7 @@ STREAMING = (
 JSON_SCHEMA = FieldTable(
     Field("name", Name, "a name of the schema", required=True),
     Field("schema", JsonObject, "the JSON schema", required=True),
-    label("strict", "false is constrained too"),
+    Field("strict", bool, "false is constrained too", "label"),
     label("description"),
 )
 RESPONSE_FORMAT = FieldTable(
@@ -221,7 +221,7 @@ TEXT_FORMAT = FieldTable(
     Field("type", Literal["text", "json_object", "json_schema"], "of the text", required=True),
     Field("name", Name, "of the schema"),
     Field("schema", JsonObject, "the JSON schema"),
-    label("strict"),
+    Field("strict", bool, "false is constrained too", "label"),
     label("description"),
 )
 RESPONSES = FieldTable(

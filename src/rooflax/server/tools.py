@@ -18,6 +18,7 @@ from rooflax.server.lark import Unforceable
 from rooflax.server.tables import MAX_TOOLS
 
 MAX_SCHEMA_BYTES = 64 * 1024
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ALPHABET = string.ascii_letters + string.digits
 
 
@@ -42,9 +43,7 @@ class ToolChoice:
     @property
     def schemas(self) -> dict[str, Any]:
         """The parameters of each function."""
-        return {
-            tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in self.tools
-        }
+        return {tool["function"]["name"]: _parameters(tool["function"]) for tool in self.tools}
 
     @property
     def _functions(self) -> dict[str, Mapping[str, Any]]:
@@ -58,7 +57,7 @@ class ToolChoice:
         for name, function in self._functions.items():
             if self.is_forced or function.get("strict"):
                 with suppress(Unforceable):
-                    schema = function.get("parameters", {})
+                    schema = _parameters(function)
                     grammars[name] = call_alone(self.format, name, schema, special) or ""
         return {name: grammar for name, grammar in grammars.items() if grammar}
 
@@ -70,7 +69,7 @@ class ToolChoice:
         Raises:
             ApiError: the function is strict, and they cannot be forced.
         """
-        name, schema = function["name"], function.get("parameters", {})
+        name, schema = function["name"], _parameters(function)
         if not (self.is_forced or function.get("strict")):
             return None
         why = faults.get(name)
@@ -175,13 +174,7 @@ def _check(tools: Sequence[Mapping[str, Any]]) -> None:
     if twice is not None:
         raise ApiError(f"Two tools are named {twice!r}; name each once.", param="tools")
     for number, tool in enumerate(tools):
-        if not _may_be_object(tool["function"].get("parameters", {})):
-            param = f"tools[{number}].function.parameters"
-            raise ApiError(
-                f"{param} allows no object, and a function's arguments are one; say type: object.",
-                code="invalid_schema",
-                param=param,
-            )
+        check_parameters(_parameters(tool["function"]), f"tools[{number}].function.parameters")
     size = len(json.dumps(tools).encode())
     if size > MAX_SCHEMA_BYTES:
         raise ApiError(
@@ -189,6 +182,24 @@ def _check(tools: Sequence[Mapping[str, Any]]) -> None:
             code="invalid_schema",
             param="tools",
         )
+
+
+def check_parameters(schema: Mapping[str, Any], where: str) -> None:
+    """
+    Raises:
+        ApiError: the schema of a function's arguments, which stands at `where`, allows no object.
+    """
+    if not _may_be_object(schema):
+        raise ApiError(
+            f"{where} allows no object, and a function's arguments are one; say type: object.",
+            code="invalid_schema",
+            param=where,
+        )
+
+
+def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of a function's arguments; one that states none takes none, as OpenAI defines."""
+    return function.get("parameters", _NO_PARAMETERS)
 
 
 def _may_be_object(schema: Mapping[str, Any]) -> bool:

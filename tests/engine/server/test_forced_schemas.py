@@ -89,6 +89,15 @@ def test_a_strict_function_is_named_with_the_keyword(served, path, keyword, stre
         assert "'tag'" in said and keyword in said and "\n" not in said and "at 1(" not in said
 
 
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_a_function_without_parameters_takes_none(served, path):
+    fields = given(path, {}, choice="tag")
+    for tool in fields["tools"]:
+        del tool.get("function", tool)["parameters"]
+    ((name, arguments, is_complete),) = ask(served, path, False, **fields).calls
+    assert name == "tag" and is_complete and json.loads(arguments) == {}
+
+
 FOLLOWED = [
     {"anyOf": BEYOND["oneOf"]["oneOf"]},
     {"oneOf": [

@@ -434,6 +434,28 @@ def test_honoured_fields_of_other_apis_have_their_effect(live, scripted, path):
         assert seen(beside | {name: value}) != seen(beside), name
 
 
+def test_errors_name_the_fields_of_the_api_that_was_asked(live):
+    user, array = {"role": "user", "content": "x"}, {"type": "array"}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "v"}
+    output = {"type": "function_call_output", "call_id": "a", "output": "v"}
+    flat = {"type": "function", "name": "f", "parameters": array}
+    for path, body, param in [
+        ("/v1/messages", {"messages": [{"role": "user", "content": []}]}, "messages"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [result]}]},
+         "messages[0].tool_use_id"),
+        ("/v1/messages", {"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
+        ("/v1/messages", {"messages": [user], "tools": [{"name": "f", "input_schema": array}]},
+         "tools[0].input_schema"),
+        ("/v1/responses", {"input": [output]}, "input[0].call_id"),
+        ("/v1/responses", {"input": "x", "tools": [flat]}, "tools[0].parameters"),
+        ("/v1/chat/completions", {"messages": [user], "prompt": "x"}, "prompt"),
+    ]:  # fmt: skip
+        found = live.post(path, {"max_tokens": 2, **body} if path == "/v1/messages" else body)
+        error = found.json()["error"]
+        assert found.status_code == 400, path
+        assert param in (error["message"] if path == "/v1/messages" else error["param"]), error
+
+
 def test_j5_unknown_fields_are_named(live):
     for path, (_, body) in PATHS.items():
         found = live.post(path, body | {"temprature": 1})

@@ -337,8 +337,9 @@ def test_h11_continue_pipelines_and_old_clients(live):
 
 def test_h11_garbage_behind_requests_is_rejected_behind_their_answers(live):
     body = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
-    head = request("POST", "/v1/completions", "Content-Type: application/json",
-                   f"Content-Length: {len(body)}").replace(b"Connection: close\r\n", b"")  # fmt: skip
+    length = f"Content-Length: {len(body)}"
+    head = request("POST", "/v1/completions", "Content-Type: application/json", length)
+    head = head.replace(b"Connection: close\r\n", b"")
     for behind in (b"garbage\r\n\r\n", b"GET " + b"/" * 70_000 + b" HTTP/1.1\r\n\r\n"):
         said = raw(live, (head + body) * 2 + behind)
         statuses = [each[:3] for each in said.split(b"HTTP/1.1 ")[1:]]

@@ -68,14 +68,14 @@ def run(args: argparse.Namespace) -> int:
         if args.url is not None and name in args.stated:
             shown = "MODEL" if name == "model" else "--serve-flags"
             raise RequestError(f"--url and {shown} exclude each other; drop one of them")
+    if args.output == "-":
+        raise RequestError("The answers go to a file, which a second run completes; name one.")
     requests = read_requests(args.input)
     with only_writer(args.output):
         return _answer(args, requests)
 
 
 def _answer(args: argparse.Namespace, requests: list[BatchRequest]) -> int:
-    if args.output == "-":
-        raise RequestError("The answers go to a file, which a second run completes; name one.")
     check_output(args.input, args.output)
     done = set() if args.force else answered(args.output)
     todo = [request for request in requests if request.name not in done]

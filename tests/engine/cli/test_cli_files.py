@@ -150,6 +150,13 @@ def test_texts_come_from_pipes_too(rooflax, here, words, text, code, answered, g
         assert (here / "answers").read_text().count("\n") == answered
 
 
+def test_a_batch_to_stdout_is_rejected_and_leaves_nothing(rooflax, here):
+    (here / "asked").write_text(json.dumps(ASKED) + "\n")
+    ran = rooflax(*BATCH[:-1], "-")
+    assert ran.code == 2 and "name one" in ran.err and not ran.out
+    assert not list(here.glob("-*"))
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -91,10 +91,11 @@ def run(args: argparse.Namespace) -> int:
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{port}"
         says(f"listening on {url}; loading {args.model}")
-        says(f"the page to chat is {url}/, the base URL for OpenAI's clients {url}/v1")
+        says(f"the base URL for OpenAI's clients is {url}/v1")
         from rooflax.server.run import ServerRunner
 
-        return ServerRunner(settings, _loader(args, template), says).run(listener)
+        load = _loader(args, template, lambda: says(f"the page to chat is {url}/"))
+        return ServerRunner(settings, load, says).run(listener)
 
 
 def _follow(args: argparse.Namespace) -> int:
@@ -206,9 +207,13 @@ def _read(path: str, flag: str) -> str:
 
 
 def _loader(
-    args: argparse.Namespace, template: str | None
+    args: argparse.Namespace, template: str | None, name_page: Callable[[], None]
 ) -> Callable[[Callable[[str], None]], AsyncLLM]:
-    """Makes the engine, on whatever thread it is called."""
+    """Makes the engine, on whatever thread it is called.
+
+    Args:
+        name_page: called for a model that can be chatted with.
+    """
 
     def load(progress: Callable[[str], None]) -> AsyncLLM:
         from rooflax.bench.roofline import Roofline
@@ -232,6 +237,7 @@ def _loader(
             engine.llm.tokenizer.response_template = None  # it is of the template before
         _warn_of_cache()
         if engine.llm.info.pooling is None:
+            name_page()
             _warn_of_template(engine.llm)
             tell("measuring what the machine allows")
             try:

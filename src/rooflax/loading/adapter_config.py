@@ -228,8 +228,8 @@ class _Reader:
 
     def _reject(self, key: str, value: Any) -> None:
         raise UnsupportedModelError(
-            f"{self._path} has {key} = {value!r:.80}, which rooflax does not apply beside a base "
-            f"model; merge the adapter with PEFT, and name the result."
+            f"{self._path} has {key:.80} = {value!r:.80}, which rooflax does not apply beside a "
+            f"base model; merge the adapter with PEFT, and name the result."
         )
 
     def _rank(self, key: str, value: Any) -> int:

@@ -11,7 +11,7 @@ import json
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -167,14 +167,12 @@ def open_corpus(path: Path) -> Corpus:
         CheckpointError: the file or its description is missing, or they disagree.
     """
     try:
-        info = CorpusInfo(**json.loads(read_regular(_info_path(path))))
-        if info.dtype not in DTYPES:
-            raise ValueError(f"its dtype is {info.dtype!r}, not one of {', '.join(DTYPES)}")
+        info = _info(json.loads(read_regular(_info_path(path))))
         open_regular(path).close()
         open_regular(_flags_path(path)).close()
         tokens = np.memmap(path, np.dtype(info.dtype), "r")
         flags = np.memmap(_flags_path(path), np.uint8, "r")
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot open the token file {path}: {error}.") from None
     for file, size in ((path, tokens.size), (_flags_path(path), flags.size)):
         if size != info.num_tokens:
@@ -183,6 +181,26 @@ def open_corpus(path: Path) -> Corpus:
                 f"{info.num_tokens}; write it again."
             )
     return Corpus(tokens, flags, info)
+
+
+def _info(raw: Any) -> CorpusInfo:
+    """The description of a token file.
+
+    Raises:
+        ValueError: a value is missing or cannot be.
+    """
+    if not isinstance(raw, dict):
+        raise ValueError("its description is no JSON object")
+    values = {"is_whole": False} | raw
+    for each in fields(CorpusInfo):
+        value = values.pop(each.name, None)
+        if type(value).__name__ != each.type:
+            raise ValueError(f"its {each.name} is {value!r:.60}, and must be of type {each.type}")
+    if values:
+        raise ValueError(f"its description has {min(values)!r:.60}, which means nothing")
+    if raw["dtype"] not in DTYPES:
+        raise ValueError(f"its dtype is {raw['dtype']!r:.60}, not one of {', '.join(DTYPES)}")
+    return CorpusInfo(**raw)
 
 
 class Rows:

@@ -56,8 +56,9 @@ PLATFORMS = {"native": ("cpu",), "pallas": ("gpu", "tpu")}
 MISSING: Mapping[str, Callable[[], str | None]] = {
     "native": lambda: None if native.is_ready() else native.status().reason,
     "pallas": accelerator.missing,
+    "trained": lambda: None,
 }
-"""The reason why those cannot run here, or None."""
+"""The reason why those cannot run here, or None. An operation that lacks one of them runs XLA's."""
 
 _record: dict[tuple[str, str | None], dict[Ran, None]] = {}
 """By operation and by the implementation that was asked for. A compiled program is traced once in a
@@ -129,7 +130,7 @@ class Operation:
 
     def _named(self, name: str) -> str:
         """The backend of this name. An operation without a kernel is XLA's on every
-        platform: there "native" and "pallas" are that.
+        platform: there "native", "pallas" and "trained" are that.
 
         Raises:
             RequestError: it is not here.

@@ -20,7 +20,7 @@ from rooflax.nn.execution import TrainingOptions
 from rooflax.nn.shards import TENSOR
 from rooflax.nn.weights import LAYER_PREFIX, WeightLine
 from rooflax.train.adapters import LoraTraining
-from rooflax.train.config import TrainConfig
+from rooflax.train.config import GRPO, TrainConfig
 from rooflax.train.data import PackedBatch
 from rooflax.train.devices import GRADIENTS, ONE_DEVICE, TOTAL, OneDevice
 from rooflax.train.loss import cross_entropy_sum, token_losses
@@ -283,6 +283,8 @@ def _make_forward(
     skeleton = replace(model, weights={}, rope=None)
     is_partitioned = config.mesh_sizes.get(TENSOR, 1) > 1
     options = TrainingOptions(layers=config.layers, is_partitioned=is_partitioned)
+    if config.train_mode == GRPO and not is_partitioned:
+        options = replace(options, kernels="trained")  # whose sums are those of the sampler
     table = model.table
     dtype = jnp.dtype(config.dtype)
 

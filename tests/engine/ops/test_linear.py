@@ -48,6 +48,31 @@ def test_float32_activations_over_bfloat16_weights(implementation):
     np.testing.assert_allclose(y, x @ np.asarray(w).astype(np.float32), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("format", ["float32", "bfloat16"])
+def test_trained_has_the_kernels_values_and_xlas_gradients(format):
+    x, w, table, dy = (jnp.asarray(normal(*shape, seed=n)) for n, shape in enumerate(
+        [(9, 48), (48, 40), (40, 48), (9, 40)]))  # fmt: skip
+    w, table = (a.astype(format) for a in (w, table))
+    kernel = None if format == "float32" else "xla"
+
+    def values(implementation):
+        def total(x, w, table):
+            y = linear(x, w, implementation=implementation)
+            y = y * unembed(x, table, implementation=implementation)
+            return jnp.sum(y * dy), y
+
+        graded = jax.value_and_grad(total, (0, 1, 2), has_aux=True)
+        (_, y), gradients = jax.jit(graded)(x, w, table)
+        return np.asarray(y), [np.asarray(one, np.float32) for one in gradients]
+
+    y, gradients = values("trained")
+    plain = linear(x, w, implementation=kernel) * unembed(x, table, implementation=kernel)
+    np.testing.assert_array_equal(y, plain)
+    for one, other in zip(gradients, values("xla")[1], strict=True):
+        bound = 1e-5 if format == "float32" else 2**-7
+        np.testing.assert_allclose(one, other, rtol=bound, atol=bound * np.abs(other).max())
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_unembed_is_float32_and_transposed(dtype):
     x, table = (np.asarray(a, jnp.dtype(dtype)) for a in (normal(2, 3, 5), normal(7, 5, seed=1)))

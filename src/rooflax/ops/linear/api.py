@@ -28,6 +28,7 @@ from rooflax.ops.weights import (
 LINEAR = Operation(
     "linear",
     {
+        "trained": "rooflax.ops.linear.trained",  # asked for by name alone
         "reference": "rooflax.ops.linear.reference",
         "xla": "rooflax.ops.linear.xla",
         "native": "rooflax.ops.linear.cpu",

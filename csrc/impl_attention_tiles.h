@@ -158,8 +158,12 @@ void AttendByTiles(const AttendArgs& a) {
     begin = std::min(begin, a.queries[n].first);
     end = std::max(end, a.queries[n].last);
   }
+  if (begin == end) {  // none of them sees anything, and there are no scores
+    for (int64_t n = 0; n < a.count; ++n) std::fill(a.queries[n].out, a.queries[n].out + a.head_dim, 0.0f);
+    return;
+  }
   const int64_t from = begin / kSlotBlock * kSlotBlock, parts = a.head_dim / kTermBlock;
-  const int64_t blocks = begin < end ? (end - from + kSlotBlock - 1) / kSlotBlock : 0;
+  const int64_t blocks = (end - from + kSlotBlock - 1) / kSlotBlock;
   static thread_local Lines scratch;
   const int64_t laid_out = kValueBlocks * 2 * parts * kTileOfFloats, summed = 4 * parts * kTileOfFloats;
   float* tiles = scratch.Of(laid_out + summed + a.head_dim / 2);

@@ -508,7 +508,7 @@ void TestAttend(int64_t head_dim, int64_t count, int64_t queries, rooflax::Width
   const std::vector<int32_t> table = {7, 3, 11, 5, 1, 9, 0, 2, 4, 6, 8, 10};
   const float sink = 0.5f, scale = 0.3f;
   const auto bias = Random(count + queries, 11);
-  const int64_t first = count > 3 ? 2 : 0;
+  const int64_t first = count > 3 || count == 0 ? 2 : 0;  // also where all see nothing
   const int64_t blocks = (first + count + rooflax::kSlotBlock - 1) / rooflax::kSlotBlock;
   const int64_t span = halves ? blocks * rooflax::kSlotBlock : count;
   std::vector<float> scores(static_cast<size_t>(span * queries));

@@ -306,8 +306,10 @@ def test_requests_load_and_unload_adapters_of_an_allowed_folder(base, adapters, 
         for file in (root / "late").iterdir():
             (linked / file.name).symlink_to(tmp_path / file.name)
             (tmp_path / file.name).write_bytes(file.read_bytes())
+        (tmp_path / "empty").mkdir()
         wrong = "..", "/", "out", "loop", "linked", "missing", "late/adapter_config.json", "x.gguf"
-        for path in (*wrong, "\0", "x" * 999):
+        empty = str(tmp_path / "empty")
+        for path in (*wrong, "../empty", "out/empty", empty, "\0", "x" * 999):
             answer = post("load", "late", lora_path=path)
             assert answer.status_code == 400 and "no folder inside" in answer.text, path
         assert post("load", "tiny", lora_path="late").status_code == 400

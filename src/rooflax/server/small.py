@@ -129,7 +129,7 @@ async def load_lora(service: Service, request: Request, body: Any) -> Response:
     with suppress(OSError, ValueError, RuntimeError):  # no file's name, or a loop of links
         folder = (root / path).resolve()
         is_there = folder.is_dir() or (folder.suffix == ".gguf" and folder.is_file())
-        files = folder.iterdir() if folder.is_dir() else [folder]
+        files = [folder, *(folder.iterdir() if folder.is_dir() else ())]
         is_inside = is_there and all(file.resolve().is_relative_to(root) for file in files)
     if not is_inside:
         raise ApiError(

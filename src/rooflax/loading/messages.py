@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -68,7 +68,7 @@ def repaired(
             f"messages is {messages!r:.80}; it must be a list of dicts with role and content.",
             param="messages",
         )
-    keeps_developer = "developer" in names(template).texts
+    texts = names(template).texts
     asks_for_none = _CONTENT_IS_NONE.search(template or "") is not None
     plain_messages: list[Any] = []
     for number, message in enumerate(with_tool_calls(messages or ())):
@@ -76,8 +76,8 @@ def repaired(
             plain_messages.append(message)  # the template's matter
             continue
         plain = _present(message)
-        _check_role(plain.get("role"), template or "", f"messages[{number}].role")
-        if plain.get("role") == "developer" and not keeps_developer:
+        _check_role(plain.get("role"), texts, f"messages[{number}].role")
+        if plain.get("role") == "developer" and "developer" not in texts:
             plain["role"] = "system"
         calls, where = plain.pop("tool_calls", None), f"messages[{number}]"
         if calls is not None and not isinstance(calls, list | tuple):
@@ -133,13 +133,16 @@ def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _check_role(role: Any, template: str, where: str) -> None:
+def _check_role(role: Any, texts: Collection[str], where: str) -> None:
     """Rejects a role that nobody knows, which many a template writes into the prompt as it is.
+
+    Args:
+        texts: of the template.
 
     Raises:
         RequestError: with the place.
     """
-    if isinstance(role, str) and role not in ROLES and role not in template:
+    if isinstance(role, str) and role not in ROLES and role not in texts:
         raise RequestError(
             f"{where} is {role!r:.80}; it must be one of {', '.join(ROLES)}, or one that the chat "
             f"template names.",

@@ -47,7 +47,11 @@ def test_roles_that_nobody_knows_and_parts_that_are_no_text_are_named():
     messages = [{"role": "user", "content": "x"}, {"role": "bot", "content": "y"}]
     with pytest.raises(RequestError, match=r"messages\[1\]\.role is 'bot'; it must be one of sys"):
         repaired(messages, "{{ messages }}")
-    assert repaired(messages, "{% if m.role == 'bot' %}")[1]["role"] == "bot"
+    template = "{% for m in messages %}{% if m.role == 'bot' %}{{ m }}{% endif %}{% endfor %}"
+    assert repaired(messages, template)[1]["role"] == "bot"
+    for role in ("", "b", "o", "message", "for"):  # texts within others
+        with pytest.raises(RequestError, match="it must be one of sys"):
+            repaired([{"role": role, "content": "y"}], template)
     parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
     assert repaired([{"role": "user", "content": parts}], None)[0]["content"] == "a b"
     for part in ({"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, "x"):

@@ -20,7 +20,7 @@ from rooflax.server.open_call import Event
 from rooflax.server.rendering import render, tells_effort
 from rooflax.server.sampling import renamed
 from rooflax.server.service import Service
-from rooflax.server.tables import COUNT_TOKENS, FUNCTION, MESSAGES, SYSTEM
+from rooflax.server.tables import COUNT_TOKENS, FUNCTION, MESSAGES, SYSTEM, JsonObject
 from rooflax.server.tools import check_parameters
 from rooflax.server.turn import ChatTurn
 
@@ -196,9 +196,10 @@ def _tools(listed: Any, ignored: list[str]) -> list[dict[str, Any]]:
             ignored.append(f"tools[{number}].type={str(tool['type'])[:40]}")
             continue
         plain = {name: value for name, value in tool.items() if name not in _OF_TOOL}
-        plain["parameters"] = tool.get("input_schema", {"type": "object"})
+        schema = tool.get("input_schema", {"type": "object"})
+        plain["parameters"] = convert(schema, JsonObject, f"tools[{number}].input_schema")
         function = FUNCTION.parse(plain, f"tools[{number}]", ignored=ignored)
-        check_parameters(function["parameters"], f"tools[{number}].input_schema")
+        check_parameters(schema, f"tools[{number}].input_schema")
         tools.append({"type": "function", "function": function})
     return tools
 

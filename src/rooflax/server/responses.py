@@ -98,27 +98,30 @@ def _form(form: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
 
 
-def function_tools(listed: Any, ignored: list[str]) -> list[dict[str, Any]]:
+def function_tools(listed: Any, ignored: list[str], where: str = "tools") -> list[dict[str, Any]]:
     """Tools as chats have them; those that are no functions are reported.
+
+    Args:
+        where: the list in the body.
 
     Raises:
         ApiError: a function cannot be.
     """
     tools = []
     for number, tool in enumerate(map(present, listed)):
-        kind = tool.get("type", "function")
+        kind, place = tool.get("type", "function"), f"{where}[{number}]"
         if kind == "namespace":
             prefix = str(tool.get("name", ""))
-            nested = convert(tool.get("tools", []), list[dict[str, Any]], f"tools[{number}].tools")
+            nested = convert(tool.get("tools", []), list[dict[str, Any]], f"{place}.tools")
             inner = [{**each, "name": f"{prefix}__{each.get('name')}"} for each in nested]
-            tools += function_tools(inner, ignored)
+            tools += function_tools(inner, ignored, f"{place}.tools")
         elif kind == "function":
             plain = {name: value for name, value in tool.items() if name != "type"}
-            function = FUNCTION.parse(plain, f"tools[{number}]", ignored=ignored)
-            check_parameters(function.get("parameters", {}), f"tools[{number}].parameters")
+            function = FUNCTION.parse(plain, place, ignored=ignored)
+            check_parameters(function.get("parameters", {}), f"{place}.parameters")
             tools.append({"type": "function", "function": function})
         else:
-            ignored.append(f"tools[{number}].type={str(kind)[:40]}")
+            ignored.append(f"{place}.type={str(kind)[:40]}")
     return tools
 
 

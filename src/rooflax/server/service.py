@@ -343,10 +343,6 @@ class Service:
             RooflaxError: there is no template, or it rejects the messages.
         """
         llm = self.ready().llm
-        if llm.info.pooling is not None:
-            raise ApiError(
-                f"{llm.info.name} embeds texts or scores them; it writes none.", param="messages"
-            )
         template = llm.tokenizer.chat_template
         if template is None:
             raise ApiError(

@@ -102,8 +102,14 @@ class ChatTurn:
         """
         call, service = self.call, self.call.service
         with service.reserved(self.num_samples, call.owner):
-            prompt = self.prompt = await render(service, self.fields)
-            tokenizer = service.ready().llm.tokenizer
+            llm = service.ready().llm
+            if llm.info.pooling is not None:
+                raise ApiError(
+                    f"{llm.info.name} embeds texts or scores them; it writes none.",
+                    param="messages",
+                )
+            prompt, tokenizer = await render(service, self.fields), llm.tokenizer
+            self.prompt = prompt
             max_tokens = self.fields.get(self._most)
             service.check_length(len(prompt.ids), max_tokens, self._most_field)
             thinks = prompt.thinks(tokenizer.decode)

@@ -195,8 +195,11 @@ def test_a_model_does_only_what_it_was_made_for(embeds, scores):
     assert embeds.post("/v1/rerank", {"query": "x", "documents": ["y"]}).status_code == 501
     assert scores.post("/v1/embeddings", {"input": "x"}).status_code == 501
     for server in (embeds, scores):
-        found = server.post("/v1/completions", {"prompt": "x"})
-        assert found.status_code == 400 and "it writes none" in found.json()["error"]["message"]
+        chat = {"messages": [{"role": "user", "content": "x"}]}
+        for path, body in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", chat)):
+            found = server.post(path, body)
+            assert found.status_code == 400 and "it writes none" in found.json()["error"]["message"]
+        assert "it writes none" not in server.post("/tokenize", chat).text
 
 
 @pytest.fixture(scope="module")

@@ -102,7 +102,7 @@ class Lockstep:
             head, _, data = self._get(_key(number)).partition(b"\n")
             group, place = divmod(number, GROUP)
             if place == GROUP - 1:
-                self._client.key_value_set_bytes(_read_key(group, self.rank), b"")
+                self._acknowledge(group)
             stated, arrays, at = json.loads(head), [], 0
             for each in stated["arrays"]:
                 if each is None:
@@ -124,16 +124,25 @@ class Lockstep:
         self._client.key_value_set_bytes(f"{ROOT}/{what}/{self.rank}", value)
         return [self._get(f"{ROOT}/{what}/{number}") for number in range(jax.process_count())]
 
+    def _acknowledge(self, group: int) -> None:
+        try:
+            self._client.key_value_set_bytes(_read_key(group, self.rank), b"")
+        except jax.errors.JaxRuntimeError as error:
+            raise self._failed(error) from None
+
     def _get(self, key: str) -> bytes:
         while True:
             try:
                 return self._client.blocking_key_value_get_bytes(key, WAIT_MS)
             except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" in str(error):
-                    continue
-                if "UNAVAILABLE" in str(error) and not self.leads:
-                    time.sleep(NOTICE_S)
-                raise EngineError(f"the job's key-value store fails: {error}") from None
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise self._failed(error) from None
+
+    def _failed(self, error: Exception) -> EngineError:
+        """The store's failure; where process 0 was lost, JAX's client ends this process first."""
+        if "UNAVAILABLE" in str(error) and not self.leads:
+            time.sleep(NOTICE_S)
+        return EngineError(f"the job's key-value store fails: {error}")
 
 
 def _key(number: int) -> str:

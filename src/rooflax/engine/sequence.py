@@ -25,7 +25,6 @@ NOT_ALLOWED = (
 )
 FAULTS_OF_REQUESTS = (NO_CONTINUATION, ENDS_EARLY, NOT_ALLOWED)
 """Beginnings of errors that a request is to blame for, and not the engine."""
-"""Beginnings of the errors that the caller's own schema, regex or grammar has caused."""
 
 
 @dataclass(frozen=True)

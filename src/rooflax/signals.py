@@ -70,9 +70,11 @@ def interrupts_end_at_once() -> Iterator[None]:
 def keep_interrupts() -> None:
     """Raises a KeyboardInterrupt again that was raised in a callback, where Python drops it."""
 
+    before = sys.unraisablehook
+
     def again(dropped: Any) -> None:
         if not issubclass(dropped.exc_type, KeyboardInterrupt):
-            sys.__unraisablehook__(dropped)
+            before(dropped)
             return
         timer = threading.Timer(0.05, _thread.interrupt_main)
         timer.daemon = True

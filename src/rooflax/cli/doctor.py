@@ -93,14 +93,14 @@ def kernels() -> dict[str, dict[str, str]]:
     """Per operation, each implementation: for which weights (or caches) it is used, for which not
     and why, "available", or why it is not there."""
     from rooflax.ops import native
-    from rooflax.ops.dispatch import MISSING
+    from rooflax.ops.dispatch import MISSING, TRAINED
     from rooflax.ops.kernels import OPERATIONS, by_default
 
     by_label = {}
     for label, cases in by_default().items():
         here = OPERATIONS[label].available()
         states = {}
-        for name in OPERATIONS[label].backends:
+        for name in (each for each in OPERATIONS[label].backends if each != TRAINED):
             used = [case for case, ran in cases.items() if ran.implementation == name]
             states[name] = "available"
             if name not in here:

@@ -237,7 +237,8 @@ def _loader(
             engine.llm.tokenizer.response_template = None  # it is of the template before
         _warn_of_cache()
         if engine.llm.info.pooling is None:
-            name_page()
+            if engine.llm.tokenizer.chat_template is not None:
+                name_page()
             _warn_of_template(engine.llm)
             tell("measuring what the machine allows")
             try:

@@ -51,12 +51,14 @@ class Ran:
     passed_over: tuple[tuple[str, str], ...] = ()
 
 
+TRAINED = "trained"
+"""Implementations with gradients, for training alone."""
 PLATFORMS = {"native": ("cpu",), "pallas": ("gpu", "tpu")}
 """Platforms of the implementations that need something; the others are everywhere."""
 MISSING: Mapping[str, Callable[[], str | None]] = {
     "native": lambda: None if native.is_ready() else native.status().reason,
     "pallas": accelerator.missing,
-    "trained": lambda: None,
+    TRAINED: lambda: None,
 }
 """The reason why those cannot run here, or None. An operation that lacks one of them runs XLA's."""
 
@@ -121,8 +123,9 @@ class Operation:
         raise AssertionError(f"nothing computes {self.name}: {passed_over}")
 
     def available(self) -> list[str]:
-        """Names of those that can run here, the best last."""
-        return [name for name in self.backends if not MISSING.get(name, lambda: None)()]
+        """Names of those that can run here and be asked for, the best last."""
+        names = (name for name in self.backends if name != TRAINED)
+        return [name for name in names if not MISSING.get(name, lambda: None)()]
 
     def preferred(self, implementation: str | None) -> Backend:
         """The backend that is tried first: of that name, or the platform's best."""

@@ -39,7 +39,7 @@ from rooflax.train.checkpoint import (
     remove_unfinished,
     save_checkpoint,
 )
-from rooflax.train.config import DPO, PREFERENCES, SFT, TrainConfig
+from rooflax.train.config import DPO, GRPO, PREFERENCES, SFT, TrainConfig
 from rooflax.train.data import Corpus, Rows
 from rooflax.train.devices import ONE_DEVICE, DeviceMesh
 from rooflax.train.log import NoLog, TrainLog, best_held_out, read_log
@@ -262,18 +262,20 @@ def check_job(config: TrainConfig) -> None:
     """Rejects what the processes of a job cannot train together.
 
     Raises:
-        RequestError: there is no mesh of their devices, or DPO's reference is to be taken.
+        RequestError: there is no mesh of their devices, or preferences or rewards are trained by.
     """
     if jax.process_count() == 1:
         return
+    if config.train_mode in (DPO, GRPO):
+        raise RequestError(
+            f"train_mode {config.train_mode} is for one process; several train sft or orpo."
+        )
     if config.mesh is None:
         raise RequestError(
             f"There are {jax.process_count()} processes and no mesh; give one of all their "
             f"devices, as in data={len(jax.devices())}.",
             param="mesh",
         )
-    if config.train_mode == DPO:
-        raise RequestError("train_mode dpo is for one process; several train sft or orpo.")
 
 
 def check_same_model(saved: Any, now: dict[str, Any]) -> None:

@@ -194,6 +194,7 @@ def test_sigint_ends_generate_with_130_and_no_traceback():
 
 def test_the_console_script_is_entry(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["rooflax", "frob"])
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # which it wraps
     with pytest.raises(SystemExit) as ended:
         entry()
     assert ended.value.code == 2

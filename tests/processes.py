@@ -22,11 +22,15 @@ def devices(count: int) -> dict[str, str]:
     return os.environ | {"XLA_FLAGS": flags}
 
 
-def ask(job: str, folder: Path, mesh: str, processes: int = 2) -> list[Any]:
-    """What each process of a job found."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def ask(job: str, folder: Path, mesh: str, processes: int = 2) -> list[Any]:
+    """What each process of a job found."""
+    port = free_port()
     env = devices(DEVICES) | {"PJRT_NPROC": str(2 * DEVICES)}
     command = [sys.executable, "-m", "tests.processes", str(port), str(processes)]
     running = [

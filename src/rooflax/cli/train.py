@@ -129,8 +129,12 @@ def run(args: argparse.Namespace) -> int:
     check_job(config)
     out = Path(args.out)
     lock = only_writer(out, out / ".lock", makes_folders=True)
-    with platform.ends_with_its_job(), lock if job.leads() else nullcontext():
-        return _train(args, config, data, out)
+    with platform.ends_with_its_job(), job.told_failures():
+        job.check_alike(config.to_json())
+        with lock if job.leads() else nullcontext():
+            code = _train(args, config, data, out)
+        job.by_first("end")  # once the model is saved
+        return code
 
 
 def _train(args: argparse.Namespace, config: TrainConfig, data: DataConfig, out: Path) -> int:
@@ -337,9 +341,11 @@ def prepare(
     from rooflax.train.data import open_corpus
 
     settings = _data_settings(args, data, seq_len) | {"config": start.raw}
-    if job.leads():
+
+    def note() -> None:
         _note_data(args, data, settings, out, lambda: _encode(args, data, seq_len, start, out))
-    job.await_others("data")
+
+    job.by_first("data", note)
     if args.vocab_size is not None:
         start.tokenizer_folder = out / "tokenizer"
     training, *others = (out / f"{name}.bin" for name in TOKEN_FILES.values())

@@ -6,14 +6,27 @@ one process sees, such as a signal, is decided by the first.
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import jax
 import numpy as np
+from jax._src import distributed
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
+from rooflax.errors import RequestError, first_line
 from rooflax.nn.placement import put
+
+WAIT_MS = 1_000
+"""Milliseconds of one wait, after which is looked whether the first process failed."""
+_ROOT = "rooflax/job"
+_FAILED = f"{_ROOT}/failed"
+_counts: Counter[str] = Counter()
+"""Number of times that each part was run."""
 
 
 def leads() -> bool:
@@ -21,14 +34,80 @@ def leads() -> bool:
     return jax.process_index() == 0
 
 
-def await_others(reason: str) -> None:
-    """Waits until all processes of the job are here.
+def by_first(part: str, work: Callable[[], Any] = lambda: None) -> None:
+    """Runs `work` in the first process of the job, for whose end the others wait.
+
+    They wait for a key in the store of JAX's client: the first exchange between devices fails where
+    a process is half a minute late.
 
     Args:
-        reason: the same in all of them.
+        part: a name of this part of the run, the same in all of them.
+
+    Raises:
+        RequestError: in the others, because the first one failed.
     """
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(reason)
+    if jax.process_count() == 1:
+        work()
+        return
+    _counts[part] += 1
+    key = f"{_ROOT}/{part}/{_counts[part]}"
+    if leads():
+        with told_failures():
+            work()
+        _client().key_value_set(key, "")
+    else:
+        _awaited(key)
+
+
+@contextlib.contextmanager
+def told_failures() -> Iterator[None]:
+    """While inside, an error of the first process is one of those that wait for it."""
+    try:
+        yield
+    except Exception as error:
+        if jax.process_count() > 1 and leads():
+            _client().key_value_set(f"{_FAILED}/reason", first_line(error), allow_overwrite=True)
+        raise
+
+
+def check_alike(facts: Mapping[str, Any]) -> None:
+    """Compares what each process of the job was started with.
+
+    Raises:
+        RequestError: naming the first fact that differs from the first process's.
+    """
+    if jax.process_count() == 1:
+        return
+    rank, plain = jax.process_index(), json.loads(json.dumps(facts))
+    _client().key_value_set(f"{_ROOT}/facts/{rank}", json.dumps(plain))
+    for other in range(jax.process_count()):
+        theirs = json.loads(_awaited(f"{_ROOT}/facts/{other}"))
+        for name, value in plain.items():
+            if theirs.get(name) != value:
+                raise RequestError(
+                    f"{name} is {value!r:.80} in process {rank} and {theirs.get(name)!r:.80} in "
+                    f"process {other}; start all processes of a job alike."
+                )
+
+
+def _client() -> Any:
+    return distributed.global_state.client
+
+
+def _awaited(key: str) -> str:
+    """The value of a key, once it is there.
+
+    Raises:
+        RequestError: the first process failed.
+    """
+    while True:
+        try:
+            return _client().blocking_key_value_get(key, WAIT_MS)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+        for _, reason in _client().key_value_dir_get(_FAILED):
+            raise RequestError(f"process 0 ended: {reason}")
 
 
 def agreed(value: bool) -> bool:

@@ -361,8 +361,8 @@ class _Run:
         if config.train_mode == DPO:
             self.take_reference(is_resumed=position > 0)
         path = folder / "log.jsonl"
-        self.log = TrainLog(path, position, track) if job.leads() else NoLog()
-        job.await_others("log")  # cut back to the checkpoint
+        self.log = NoLog()
+        job.by_first("log", lambda: self.open_log(path, position, track))
         try:
             lines = read_log(path)
         except CheckpointError:
@@ -668,6 +668,10 @@ class _Run:
             return {}
         return {"bits_per_byte": self.held_out.bits_per_byte(loss)}
 
+    def open_log(self, path: Path, position: int, track: Any) -> None:
+        """The log, cut back to the checkpoint."""
+        self.log = TrainLog(path, position, track)
+
     def save(self) -> None:
         """A checkpoint of this step, unless there is one."""
         if self.saved_step == self.step:
@@ -681,9 +685,7 @@ class _Run:
     def write(self, folder: Path, state: TrainState, info: dict[str, Any], *, keep: int) -> None:
         """A checkpoint by the process that writes, for which the others wait."""
         whole = job.on_host(state)
-        if job.leads():
-            save_checkpoint(folder, whole, info, keep=keep)
-        job.await_others("checkpoint")
+        job.by_first("checkpoint", lambda: save_checkpoint(folder, whole, info, keep=keep))
 
     def bar(self, progress: bool | None) -> Any:
         from tqdm import tqdm

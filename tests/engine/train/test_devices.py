@@ -1,6 +1,9 @@
 """Runs on meshes of simulated devices: losses, memory, another number of devices."""
 
+import json
 import shutil
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -71,6 +74,35 @@ def test_two_processes_train_as_one_does(found, tmp_path):
     lines = read_log(tmp_path / "run/log.jsonl")
     losses = [line["loss"] for line in lines if "loss" in line]
     np.testing.assert_allclose(losses, alone["losses"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("line", "steps", "said"),
+    [
+        ("nothing", (4, 4), ["texts.jsonl is not JSON", "process 0 ended: line 1 of"]),
+        ('{"text": "a b c"}', (4, 5), ["steps is 4 in process 0", "steps is 5 in process 1"]),
+    ],
+)
+def test_what_one_process_of_a_job_rejects_ends_the_other(tmp_path, line, steps, said):
+    config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 32,
+              "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 300}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "texts.jsonl").write_text(line + "\n")
+    command = [sys.executable, "-m", "rooflax", "train", "--config", tmp_path / "config.json"]
+    command += ["--data", tmp_path / "texts.jsonl", "--vocab-size", "280", "--mesh", "data=2"]
+    command += ["--coordinator", f"localhost:{processes.free_port()}", "--num-processes", "2"]
+    command += ["--out", tmp_path / "run", "--platform", "cpu"]
+    running = [
+        subprocess.Popen(
+            [*command, "--process-id", str(index), "--steps", str(count)],
+            stderr=subprocess.PIPE, text=True, env=processes.devices(1),
+        )
+        for index, count in enumerate(steps)
+    ]  # fmt: skip
+    errors = [each.communicate(timeout=100)[1] for each in running]
+    assert [each.returncode for each in running] == [2, 2], errors
+    for text, wanted in zip(errors, said, strict=True):
+        assert wanted in text and text.count("\n") == 1, text
 
 
 @pytest.mark.parametrize(

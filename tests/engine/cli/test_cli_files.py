@@ -150,6 +150,14 @@ def test_texts_come_from_pipes_too(rooflax, here, words, text, code, answered, g
         assert (here / "answers").read_text().count("\n") == answered
 
 
+def test_answers_to_stdout_are_those_of_a_file(rooflax, here):
+    (here / "prompts").write_text(PROMPTS)
+    assert rooflax(*GENERATE).code == 0
+    ran = rooflax(*GENERATE[:-1], "-")
+    assert ran.code == 0 and ran.out == (here / "out").read_text()
+    assert not list(here.glob("-*"))
+
+
 def test_a_batch_to_stdout_is_rejected_and_leaves_nothing(rooflax, here):
     (here / "asked").write_text(json.dumps(ASKED) + "\n")
     ran = rooflax(*BATCH[:-1], "-")

@@ -191,6 +191,7 @@ def join_processes(args: argparse.Namespace) -> None:
             **numbers,
             initialization_timeout=JOIN_S,
             heartbeat_timeout_seconds=LOST_S,
+            shutdown_timeout_seconds=2 * LOST_S,  # of one that ends before the others
         )
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]

@@ -22,7 +22,7 @@ from rooflax.errors import RequestError, first_line
 from rooflax.nn.placement import put
 
 WAIT_MS = 1_000
-"""Milliseconds of one wait, after which is looked whether the first process failed."""
+"""Milliseconds of one wait, after which is looked whether another process failed."""
 _ROOT = "rooflax/job"
 _FAILED = f"{_ROOT}/failed"
 _counts: Counter[str] = Counter()
@@ -44,7 +44,7 @@ def by_first(part: str, work: Callable[[], Any] = lambda: None) -> None:
         part: a name of this part of the run, the same in all of them.
 
     Raises:
-        RequestError: in the others, because the first one failed.
+        RequestError: in the others, because the first one (or another) failed.
     """
     if jax.process_count() == 1:
         work()
@@ -61,12 +61,19 @@ def by_first(part: str, work: Callable[[], Any] = lambda: None) -> None:
 
 @contextlib.contextmanager
 def told_failures() -> Iterator[None]:
-    """While inside, an error of the first process is one of those that wait for it."""
+    """While inside, an error of one process is one of the others.
+
+    Raises:
+        RequestError: in place of the exchange that failed because another process had an error.
+    """
     try:
         yield
     except Exception as error:
-        if jax.process_count() > 1 and leads():
-            _client().key_value_set(f"{_FAILED}/reason", first_line(error), allow_overwrite=True)
+        if jax.process_count() > 1:
+            if isinstance(error, jax.errors.JaxRuntimeError):
+                _check_others()
+            key = f"{_FAILED}/{jax.process_index()}"
+            _client().key_value_set(key, first_line(error), allow_overwrite=True)
         raise
 
 
@@ -98,7 +105,7 @@ def _awaited(key: str) -> str:
     """The value of a key, once it is there.
 
     Raises:
-        RequestError: the first process failed.
+        RequestError: another process failed.
     """
     while True:
         try:
@@ -106,8 +113,18 @@ def _awaited(key: str) -> str:
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
-        for _, reason in _client().key_value_dir_get(_FAILED):
-            raise RequestError(f"process 0 ended: {reason}")
+        _check_others()
+
+
+def _check_others() -> None:
+    """
+    Raises:
+        RequestError: another process failed.
+    """
+    for key, reason in _client().key_value_dir_get(_FAILED):
+        rank = key.rpartition("/")[2]
+        if rank != str(jax.process_index()):
+            raise RequestError(f"process {rank} ended: {reason}")
 
 
 def agreed(value: bool) -> bool:

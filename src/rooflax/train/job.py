@@ -73,7 +73,8 @@ def told_failures() -> Iterator[None]:
             if isinstance(error, jax.errors.JaxRuntimeError):
                 _check_others()
             key = f"{_FAILED}/{jax.process_index()}"
-            _client().key_value_set(key, first_line(error), allow_overwrite=True)
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # the store may be gone
+                _client().key_value_set(key, first_line(error), allow_overwrite=True)
         raise
 
 

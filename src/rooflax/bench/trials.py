@@ -69,7 +69,7 @@ def run_trials(job: Job, ceiling: ReadCeiling, count: int) -> tuple[list[Trial],
     """(`count` valid trials, the void ones that had to be taken again).
 
     Raises:
-        EngineError: as many were void as were wanted.
+        EngineError: more were void than were wanted.
     """
     valid: list[Trial] = []
     void: list[Trial] = []

@@ -283,7 +283,7 @@ def _make_forward(
     skeleton = replace(model, weights={}, rope=None)
     is_partitioned = config.mesh_sizes.get(TENSOR, 1) > 1
     options = TrainingOptions(layers=config.layers, is_partitioned=is_partitioned)
-    if config.train_mode == GRPO and not is_partitioned:
+    if config.train_mode == GRPO:
         options = replace(options, kernels="trained")  # whose sums are those of the sampler
     table = model.table
     dtype = jnp.dtype(config.dtype)

@@ -5,9 +5,9 @@
 
 Every engine has a process of its own, which is stopped while another one works. Each job is taken
 in rounds, one trial of each engine in turn, every other round in the opposite order, with the
-ceilings of the machine read right before and after each trial. Writes the trials as JSON and the
-table beside it as Markdown. A peer that is not installed is listed as missing; README.md says how
-to install them.
+ceilings of the machine read right before and after each trial. Writes the trials as JSON and,
+beside it, the table as Markdown with a plot of the ratios. A peer that is not installed is listed
+as missing; README.md says how to install them.
 """
 
 from __future__ import annotations
@@ -331,11 +331,15 @@ def main() -> None:
         document = json.loads(args.out.read_text(encoding="utf-8"))
     else:
         document = measured(args)
+    from peers_plot import plot
     from peers_report import rendered, with_rows
 
     document = with_rows(document)
     args.out.write_text(written(document), encoding="utf-8")
-    page = rendered(document)
+    picture = plot(document)
+    if picture is not None:
+        args.out.with_suffix(".svg").write_text(picture, encoding="utf-8")
+    page = rendered(document, args.out.with_suffix(".svg").name if picture else None)
     args.out.with_suffix(".md").write_text(page, encoding="utf-8")
     sys.stdout.write(page)
 

@@ -160,9 +160,11 @@ def serving_verdict(one: dict[str, Any], peer: dict[str, Any] | None, cpu: str) 
     return plan.Verdict(words, kept)
 
 
-def rendered(document: dict[str, Any]) -> str:
-    """The page; a function of the document alone."""
+def rendered(document: dict[str, Any], picture: str | None = None) -> str:
+    """The page of a document; `picture` is the file name of its plot."""
     parts = ["# rooflax beside its peers", *introduction(document)]
+    if picture is not None:
+        parts.append(f"![Speed of {OURS} over that of the best peer, by test and width]({picture})")
     names = [name for name in PEERS if document["engines"].get(name, "left out") != "left out"]
     header = ("test", "width", OURS, *names, *AFTER_SPEEDS)
     for model in dict.fromkeys(found["model"] for found in document["rows"]):

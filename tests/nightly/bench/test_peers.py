@@ -62,7 +62,9 @@ def peers(monkeypatch):
     """Imports modules of the script's folder, as the script does."""
     monkeypatch.syspath_prepend(str(PEERS))
     yield importlib.import_module
-    for name in ("plan", "engine_process", "prepare", "serving", "peers_report", "compare"):
+    for name in ("plan", "engine_process", "prepare", "serving", "compare"):
+        sys.modules.pop(name, None)
+    for name in ("peers_report", "peers_plot"):
         sys.modules.pop(name, None)
 
 
@@ -170,10 +172,21 @@ def test_rows_come_from_the_trials(peers):
     assert "OpenVINO lost" in page
 
 
+def test_the_plot_has_a_bar_with_its_ratio_for_each_row(peers):
+    times = {"rooflax": [0.5] * 5, "llama.cpp": [1.0] * 5}
+    found = peers("peers_report").with_rows(document(times))
+    picture = peers("peers_plot").plot(found)
+    assert picture.count("2.00x of llama.cpp") == 1
+    assert "decode 8 x 64" in picture
+    page = peers("peers_report").rendered(found, "peers.svg")
+    assert "](peers.svg)" in page
+
+
 def test_a_job_without_a_peer_has_no_ratio(peers):
     found = peers("peers_report").with_rows(document({"rooflax": [0.5]}))
     assert found["rows"][0]["ratio"] is None
     assert peers("peers_report").rendered(found)
+    assert peers("peers_plot").plot(found) is None
 
 
 def test_an_engine_stands_still_until_it_is_asked(peers, driver, tmp_path):

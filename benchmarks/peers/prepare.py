@@ -114,7 +114,7 @@ def gguf(at: Installation, model: str, form: str) -> Path:
     target = at.files / f"{model}-gguf"
     if not (target.exists() or (at.llama_cpp / "convert_hf_to_gguf.py").exists()):
         raise Unavailable(f"no convert_hf_to_gguf.py in {at.llama_cpp}")
-    kinds = FORMATS["llama.cpp"].values()
+    kinds = [kind for kind in FORMATS["llama.cpp"].values() if kind != FILE]
     how = ["--pre", PRE_TOKENIZER, "--pure"]
     made(
         target,

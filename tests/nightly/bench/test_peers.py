@@ -349,3 +349,17 @@ def test_a_peer_whose_builder_does_not_know_the_model_says_so(peers, tmp_path):
     at = prepare.Installation(tmp_path / "python", tmp_path, tmp_path, tmp_path)
     with pytest.raises(prepare.Unavailable, match="does not know gpt2"):
         at.command("onnxruntime-genai", "gpt2", "int4", 2)
+
+
+def test_llama_cpps_files_are_made_of_its_own_types(peers, tmp_path):
+    """The published files' width is none of them."""
+    prepare = peers("prepare")
+    at = prepare.Installation(tmp_path / "python", tmp_path, tmp_path, tmp_path)
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "convert_hf_to_gguf.py").touch()
+    at.python.write_text('#!/bin/sh\necho "$@" > "$(dirname "$0")/asked"\nexit 1\n')
+    at.python.chmod(0o755)
+    with pytest.raises(prepare.Unavailable):
+        at.command("llama.cpp", "gpt2", "int8", 2)
+    asked = (tmp_path / "asked").read_text()
+    assert " f32 bf16 q8_0 q4_0 --pre " in asked

@@ -36,12 +36,13 @@ def _drawn(rows: list[dict[str, Any]]) -> Any:
     most = max(sum(row["model"] == model for row in rows) for model in models)
     lines = -(-len(models) // COLUMNS)
     figure = Figure(figsize=(WIDTH, lines * (MARGIN + BAR_HEIGHT * most)), layout="constrained")
-    panels = figure.subplots(lines, min(COLUMNS, len(models)), sharex=True, squeeze=False).flat
+    grid = figure.subplots(lines, min(COLUMNS, len(models)), sharex=True, squeeze=False)
+    panels = list(grid.flat)
     widths = list(dict.fromkeys(row["width"] for row in rows))
     for panel, model in zip(panels, models, strict=False):
         _panel(panel, model, [row for row in rows if row["model"] == model], widths)
         panel.set_xlim(0, ROOM * max(row["ratio"] for row in rows))
-    for panel in list(panels)[len(models) :]:
+    for panel in panels[len(models) :]:
         panel.set_visible(False)
     return figure
 

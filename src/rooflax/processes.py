@@ -19,7 +19,16 @@ from typing import Any
 
 from rooflax.errors import RequestError
 
-__all__ = ["DEVNULL", "PIPE", "Popen", "TimeoutExpired", "check_not_forked", "run", "start"]
+__all__ = [
+    "DEVNULL",
+    "PIPE",
+    "Popen",
+    "TimeoutExpired",
+    "check_not_forked",
+    "check_started_alike",
+    "run",
+    "start",
+]
 
 _first_user: int | None = None
 """The process that used a device first."""
@@ -40,6 +49,25 @@ def check_not_forked() -> None:
             "This process was forked from one that had used its devices, whose threads it lacks; "
             'start it by multiprocessing\'s "spawn", and an LLM that is passed to it opens again.'
         )
+
+
+def check_started_alike(
+    rank: int, facts: Mapping[str, Any], other: int, others: Mapping[str, Any]
+) -> None:
+    """Compares what two processes of one job were started with.
+
+    Args:
+        facts: JSON values by name, of process `rank`; `others` are those of process `other`.
+
+    Raises:
+        RequestError: naming the first fact that differs.
+    """
+    for name, value in facts.items():
+        if others.get(name) != value:
+            raise RequestError(
+                f"{name} is {value!r:.80} in process {rank} and {others.get(name)!r:.80} in "
+                f"process {other}; start all processes of a job alike."
+            )
 
 
 def start(

@@ -16,7 +16,8 @@ import jax
 import numpy as np
 from jax._src import distributed
 
-from rooflax.errors import EngineError, RequestError
+from rooflax.errors import EngineError
+from rooflax.processes import check_started_alike
 
 ROOT = "rooflax"
 WAIT_MS = 10_000
@@ -50,14 +51,9 @@ class Lockstep:
         Raises:
             RequestError: naming the first fact that differs.
         """
-        for number, text in enumerate(self._exchange("facts", json.dumps(facts).encode())):
-            others: dict[str, Any] = json.loads(text)
-            for name, value in json.loads(json.dumps(facts)).items():
-                if others.get(name) != value:
-                    raise RequestError(
-                        f"{name} is {value!r} in process {self.rank} and {others.get(name)!r} in "
-                        f"process {number}; start all processes of a job alike."
-                    )
+        text = json.dumps(facts)
+        for number, others in enumerate(self._exchange("facts", text.encode())):
+            check_started_alike(self.rank, json.loads(text), number, json.loads(others))
 
     def least(self, numbers: Sequence[int]) -> tuple[int, ...]:
         """The least of each number over all processes."""

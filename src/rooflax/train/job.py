@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from rooflax.errors import RequestError, first_line
 from rooflax.nn.placement import put
+from rooflax.processes import check_started_alike
 
 WAIT_MS = 1_000
 """Milliseconds of one wait, after which is looked whether another process failed."""
@@ -89,13 +90,7 @@ def check_alike(facts: Mapping[str, Any]) -> None:
     rank, plain = jax.process_index(), json.loads(json.dumps(facts))
     _client().key_value_set(f"{_ROOT}/facts/{rank}", json.dumps(plain))
     for other in range(jax.process_count()):
-        theirs = json.loads(_awaited(f"{_ROOT}/facts/{other}"))
-        for name, value in plain.items():
-            if theirs.get(name) != value:
-                raise RequestError(
-                    f"{name} is {value!r:.80} in process {rank} and {theirs.get(name)!r:.80} in "
-                    f"process {other}; start all processes of a job alike."
-                )
+        check_started_alike(rank, plain, other, json.loads(_awaited(f"{_ROOT}/facts/{other}")))
 
 
 def _client() -> Any:

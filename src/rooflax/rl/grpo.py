@@ -16,6 +16,8 @@ from rooflax.train.adapters import LoraTraining
 from rooflax.train.config import TrainConfig
 from rooflax.train.step import Loss, make_token_losses
 
+SAMPLER_KERNELS = "trained"
+"""Kernels of the forward pass: their sums are the sampler's, and so are the log-probabilities."""
 SMALLEST = 1e-4
 """Added to the deviation of a group's rewards."""
 
@@ -52,7 +54,7 @@ def grpo_loss(model: Model, config: TrainConfig, lora: LoraTraining | None = Non
 
     The KL to the reference is estimated as r - log r - 1 of r = p of the reference / p.
     """
-    token_losses = make_token_losses(model, config, lora)
+    token_losses = make_token_losses(model, config, lora, SAMPLER_KERNELS)
     beta, epsilon = config.beta or 0.0, config.epsilon
 
     def sums(weights: Any, fixed: Any, batch: GrpoBatch, seeds: Any = None) -> tuple[Any, Any]:

@@ -20,7 +20,7 @@ from rooflax.errors import EngineError, RequestError
 from rooflax.llm import LLM
 from rooflax.models.adapters import adapted
 from rooflax.models.model import Model
-from rooflax.rl.grpo import GrpoBatch, advantages, grpo_loss
+from rooflax.rl.grpo import SAMPLER_KERNELS, GrpoBatch, advantages, grpo_loss
 from rooflax.rl.rewards import Reward
 from rooflax.rl.samples import encode_question
 from rooflax.train.adapters import LoraTraining
@@ -71,7 +71,7 @@ class Rollouts:
         """
         self._model, self._fixed, self._lora = model, fixed, lora
         config = replace(self.config, remat=None)
-        losses = make_token_losses(model, config, lora)
+        losses = make_token_losses(model, config, lora, SAMPLER_KERNELS)
 
         def logprobs(weights: Any, fixed: Any, batch: GrpoBatch) -> Any:
             parts = jax.tree.map(

@@ -20,7 +20,7 @@ from rooflax.nn.execution import TrainingOptions
 from rooflax.nn.shards import TENSOR
 from rooflax.nn.weights import LAYER_PREFIX, WeightLine
 from rooflax.train.adapters import LoraTraining
-from rooflax.train.config import GRPO, TrainConfig
+from rooflax.train.config import TrainConfig
 from rooflax.train.data import PackedBatch
 from rooflax.train.devices import GRADIENTS, ONE_DEVICE, TOTAL, OneDevice
 from rooflax.train.loss import cross_entropy_sum, token_losses
@@ -252,7 +252,10 @@ def make_loss_sum(
 
 
 def make_token_losses(
-    model: Model, config: TrainConfig, lora: LoraTraining | None = None
+    model: Model,
+    config: TrainConfig,
+    lora: LoraTraining | None = None,
+    kernels: str | None = None,
 ) -> Callable[..., Float[Array, "rows seq"]]:
     """(weights, fixed, batch, seeds) -> -log p of each target, in nats, float32.
 
@@ -264,8 +267,9 @@ def make_token_losses(
     Args:
         model: gives architecture and family; its arrays are not captured.
         lora: what is trained, if not all weights.
+        kernels: of the forward pass; "trained" sums as the engine's do, None is XLA's.
     """
-    forward, options = _make_forward(model, config, lora)
+    forward, options = _make_forward(model, config, lora, kernels)
 
     def losses(
         weights: dict[str, Any], fixed: Any, batch: Any, seeds: Any = None
@@ -277,14 +281,14 @@ def make_token_losses(
 
 
 def _make_forward(
-    model: Model, config: TrainConfig, lora: LoraTraining | None
+    model: Model, config: TrainConfig, lora: LoraTraining | None, kernels: str | None = None
 ) -> tuple[Callable[..., tuple[Model, Float[Array, "rows seq D"]]], TrainingOptions]:
     """(weights, fixed, batch, seeds) -> the model with these weights, and its hidden states."""
     skeleton = replace(model, weights={}, rope=None)
     is_partitioned = config.mesh_sizes.get(TENSOR, 1) > 1
     options = TrainingOptions(layers=config.layers, is_partitioned=is_partitioned)
-    if config.train_mode == GRPO:
-        options = replace(options, kernels="trained")  # whose sums are those of the sampler
+    if kernels is not None:
+        options = replace(options, kernels=kernels)
     table = model.table
     dtype = jnp.dtype(config.dtype)
 

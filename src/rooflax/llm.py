@@ -392,7 +392,8 @@ class LLM:
                         engine.abort(sequence)
 
     def use(self, model: Model) -> None:
-        """Runs other weights of the same shapes from now on, as training hands them over.
+        """Runs other weights from now on, as training hands them over; those of other shapes in an
+        engine of their own.
 
         Raises:
             RequestError: a request is running.
@@ -400,6 +401,8 @@ class LLM:
         with self._lock:
             if self._engine is not None and self._engine.has_unfinished:
                 raise RequestError("Requests are running; weights change between them.")
+            if self._engine is not None and _shapes(model) != _shapes(self.model):
+                self._engine = None
             self.model = model
             if self._engine is not None:
                 self._engine.use(model)
@@ -490,6 +493,12 @@ class LLM:
         lengths = np.array([len(ids)], np.int32)
         hidden, _ = function(self.model, (None, ()), padded, lengths, *more)
         return np.asarray(hidden)[0, : len(ids)]
+
+
+def _shapes(model: Model) -> tuple[Any, list[Any]]:
+    """What programs of a model depend on: its structure, and its arrays' shapes and types."""
+    leaves, structure = jax.tree.flatten(model)
+    return structure, [(np.shape(leaf), getattr(leaf, "dtype", None)) for leaf in leaves]
 
 
 def _run_untimed(work: Callable[[], None], samples: list[Sample]) -> None:

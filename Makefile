@@ -28,7 +28,7 @@ BUILT_FROM = pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 TORCH = $(shell $(BIN)/python -c "import sys; print('torch==2.13.0 transformers==5.23.0 sentence-transformers==6.2.0' if sys.version_info[:2] == (3, 11) else '')" 2>/dev/null)
 
 .PHONY: demo chat unit test coverage real nightly lint style types layers sanitize fuzz goldens docs gpu-compile clean \
-  wheel wheel-aarch64 wheel-check sdist sbom manifests site ray
+  wheel wheel-aarch64 wheel-check sdist sbom manifests site ray tinker
 
 demo: $(VENV)/.installed
 	@printf '%s' "$$PROMPT"; $(BIN)/rooflax generate --prompt "$$PROMPT" --max-tokens 160 --seed 1
@@ -159,6 +159,20 @@ $(RAY_VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(RAY_VENV)
 	$(RAY_VENV)/bin/python -m pip install --quiet --no-compile 'ray[serve,data]==2.60.0' pytest httpx \
 	  --editable '.[serve]' $(if $(LIBRARY),--config-settings=cmake.define.ROOFLAX_LIBRARY=$(LIBRARY))
+	@touch $@
+
+# Tinker's client and a recipe of its cookbook against `serve --train`, in an environment of its own. Of what
+# the cookbook asks for, tml-renderers has no build for Python 3.11, and the recipe needs none.
+TINKER_VENV = .venv-tinker
+tinker: $(TINKER_VENV)/.installed
+	$(TINKER_VENV)/bin/python -m pytest --noconftest -o addopts= -p no:warnings -v -s tests/tinker
+
+$(TINKER_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(TINKER_VENV)
+	$(TINKER_VENV)/bin/python -m pip install --quiet --no-compile torch==2.13.0
+	$(TINKER_VENV)/bin/python -m pip install --quiet --no-compile --no-deps tinker-cookbook==0.6.1
+	$(TINKER_VENV)/bin/python -m pip install --quiet --no-compile tinker==0.38.0 pytest aiohttp blobfile chz cloudpickle \
+	  datasets pillow termcolor tiktoken tqdm --editable '.[serve]' $(if $(LIBRARY),--config-settings=cmake.define.ROOFLAX_LIBRARY=$(LIBRARY))
 	@touch $@
 
 # The pages as a site, in build/site; a link that leads nowhere is an error.

@@ -495,7 +495,7 @@ class LLM:
         return np.asarray(hidden)[0, : len(ids)]
 
 
-def _shapes(model: Model) -> tuple[Any, list[Any]]:
+def _shapes(model: Any) -> tuple[Any, list[Any]]:
     """What programs of a model depend on: its structure, and its arrays' shapes and types."""
     leaves, structure = jax.tree.flatten(model)
     return structure, [(np.shape(leaf), getattr(leaf, "dtype", None)) for leaf in leaves]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rooflax.cli import flags, platform, terminal
+from rooflax.cli import flags, platform, serve_training, terminal
 from rooflax.cli.parser import Parser
 from rooflax.cli.session import follow, open_async_llm
 from rooflax.errors import RequestError, RooflaxError, first_line
@@ -74,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
         raise RequestError(f"--allow-lora-loading names {settings.lora_root}, which is no folder.")
     if settings.lora_root is not None and not args.loras and not args.max_loras:
         raise RequestError("--allow-lora-loading needs slots for adapters; give --max-loras.")
+    if settings.training_folder is not None:
+        serve_training.check_flags(args)
     platform.check_processes(args)
     if platform.names_job(args):
         platform.start_jax(args)
@@ -91,9 +93,12 @@ def run(args: argparse.Namespace) -> int:
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{port}"
         says(f"listening on {url}; loading {args.model}")
-        says(f"the base URL for OpenAI's clients is {url}/v1")
         from rooflax.server.run import ServerRunner
 
+        if settings.training_folder is not None:
+            says(f"the base URL for Tinker's clients is {url}")
+            return serve_training.runner(args, settings, says).run(listener)
+        says(f"the base URL for OpenAI's clients is {url}/v1")
         load = _loader(args, template, lambda: says(f"the page to chat is {url}/"))
         return ServerRunner(settings, load, says).run(listener)
 

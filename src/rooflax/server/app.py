@@ -37,6 +37,7 @@ from rooflax.server.service import Service
 from rooflax.server.settings import Keys, allowed_origin, host_is_allowed
 
 BODY_S = 30.0
+JSON_TYPE = "application/json"
 MAX_BODIES_BYTES = 256 * 2**20
 """Bytes of all bodies that are being read."""
 OPEN_PATHS = ("/health", "/ready", *FILES)
@@ -110,7 +111,7 @@ def make_app(service: Service) -> ASGIApp:
     routes.append(Route("/openapi.json", _openapi, methods=["GET"]))
     inner = Starlette(
         routes=routes,
-        exception_handlers={HTTPException: _routing_error, Exception: _error, ApiError: _error},
+        exception_handlers={HTTPException: routing_error, Exception: answered, ApiError: answered},
     )
     inner.router.redirect_slashes = False
     return Guard(inner, service, exporter)
@@ -124,7 +125,7 @@ def _post(service: Service, endpoint: Endpoint) -> Callable[[Request], Awaitable
         except ClientLeft:
             raise
         except Exception as error:
-            return _said(request, error)
+            return said(request, error)
 
     return answer
 
@@ -142,7 +143,7 @@ def _get(service: Service, endpoint: Any) -> Callable[[Request], Awaitable[Respo
         try:
             return await endpoint(service, request)
         except Exception as error:
-            return _said(request, error)
+            return said(request, error)
 
     return answer
 
@@ -161,7 +162,7 @@ async def _not_built(_: Request) -> Response:
     return Json(openai_body(error), status_code=501)
 
 
-async def _routing_error(request: Request, error: Exception) -> Response:
+async def routing_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path[:80]
     if error.status_code == 405:
@@ -171,7 +172,7 @@ async def _routing_error(request: Request, error: Exception) -> Response:
     else:
         message = f"There is no route {path!r}{_instead(path)}."
         api_error = ApiError(message, status=404, code="route_not_found")
-    return _said(request, api_error)
+    return said(request, api_error)
 
 
 def _instead(path: str) -> str:
@@ -184,11 +185,11 @@ def _instead(path: str) -> str:
     return did_you_mean(path, (*POSTS, *GETS)) or "; GET /openapi.json lists what there is"
 
 
-async def _error(request: Request, error: Exception) -> Response:
-    return _said(request, error)
+async def answered(request: Request, error: Exception) -> Response:
+    return said(request, error)
 
 
-def _said(request: Request, error: Exception) -> Response:
+def said(request: Request, error: Exception) -> Response:
     """An error as the answer of its route."""
     note_failure(error, request.scope)
     api_error = as_api_error(error)
@@ -221,17 +222,17 @@ def error_answer(scope: Scope, error: ApiError) -> Json:
     return Json(body, status_code=error.status, headers=headers)
 
 
-async def read_body(request: Request, service: Service) -> bytes:
-    """A JSON body, within limits of size and time.
+async def read_body(request: Request, service: Service, wanted: str = JSON_TYPE) -> bytes:
+    """A body of a type, within limits of size and time.
 
     Raises:
         ApiError: 413, 415 or 408; 429, too much is being read.
     """
     most = service.settings.max_body_bytes
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
+    if kind != wanted and not (wanted == JSON_TYPE and kind.endswith("+json")):
         raise ApiError(
-            f"content-type is {kind[:60]!r}; it must be application/json.",
+            f"content-type is {kind[:60]!r}; it must be {wanted}.",
             status=415,
             code="unsupported_media_type",
         )

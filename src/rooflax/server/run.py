@@ -13,9 +13,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from rooflax.errors import EngineError, RequestError
 from rooflax.server.app import make_app
@@ -43,10 +44,19 @@ class ServerRunner:
     Args:
         load: makes the engine, on a thread of its own; says by its argument what it does.
         says: tells the operator a line.
+        service: what the engine is behind; None is a `Service`.
+        app: makes its application.
     """
 
-    def __init__(self, settings: Settings, load: Load, says: Callable[[str], None]):
-        self.service = Service(settings)
+    def __init__(
+        self,
+        settings: Settings,
+        load: Load,
+        says: Callable[[str], None],
+        service: Service | None = None,
+        app: Callable[[Any], ASGIApp] = make_app,
+    ):
+        self.service, self._make_app = service or Service(settings), app
         self._settings, self._load, self._says = settings, load, says
         self._signals: list[int] = []
         self._failure: BaseException | None = None
@@ -65,7 +75,7 @@ class ServerRunner:
             RooflaxError: loading failed, or the engine died.
         """
         config = uvicorn.Config(
-            make_app(self.service),
+            self._make_app(self.service),
             http=Protocol,
             ws="none",
             lifespan="off",

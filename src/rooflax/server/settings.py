@@ -60,6 +60,9 @@ class Settings:
     lora_root: str | None = _answers(
         Text(), "folder from which requests may load LoRA adapters",
         flags=("--allow-lora-loading",), metavar="DIR")
+    training_folder: str | None = _answers(
+        Text(), "train LoRA adapters by the Tinker API, and save them there; nothing else is "
+        "answered", flags=("--train",), metavar="DIR")
     max_waiting: int = _limits(
         Whole(1), "requests that may wait beside those that run", default=64,
         flags=("--max-num-queued-seqs",), metavar="N")

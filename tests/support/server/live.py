@@ -149,12 +149,21 @@ def wait_for(holds: Callable[[], bool], seconds: float = 30.0) -> None:
 
 @contextmanager
 def serving(
-    load: Callable[[Any], Any], *, is_ready: bool = True, **settings: Any
+    load: Callable[[Any], Any],
+    *,
+    is_ready: bool = True,
+    make: Callable[[Settings, Any], ServerRunner] | None = None,
+    **settings: Any,
 ) -> Iterator[Live]:
-    """A server of what `load` gives."""
+    """A server of what `load` gives.
+
+    Args:
+        make: the runner of another kind of server.
+    """
     chosen = Settings(**{"port": 0} | settings)
     with listen(chosen) as listener:
-        runner = ServerRunner(chosen, load, lambda _: None)
+        make = make or (lambda chosen, load: ServerRunner(chosen, load, lambda _: None))
+        runner = make(chosen, load)
         port = listener.getsockname()[1]
         failed: list[BaseException] = []
 

@@ -1,0 +1,1 @@
+"""Tinker's API over HTTP: training runs that a client steps."""

@@ -325,10 +325,34 @@ def test_modules_that_are_not_computed_are_named(checkpoint, modules, said):
         model_info(folder)
 
 
-def test_lower_case_is_not_done(checkpoint):
+BERT_NORMALIZER = {
+    "type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True,
+    "strip_accents": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "lowers"),
+    [
+        (BERT_NORMALIZER | {"lowercase": True}, True),
+        ({"type": "Lowercase"}, True),
+        ({"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}, True),
+        (BERT_NORMALIZER | {"lowercase": False}, False),
+        ({"type": "NFC"}, False),
+        (None, False),
+    ],
+)
+def test_lower_case_is_the_tokenizers(checkpoint, normalizer, lowers):
+    """As in the English BGE models, whose tokenizer does what do_lower_case says."""
     folder = checkpoint("lower", pooling("lasttoken"))
-    (folder / "sentence_bert_config.json").write_text(json.dumps({"do_lower_case": True}))
-    with pytest.raises(UnsupportedModelError, match="do_lower_case"):
+    raw = json.loads((folder / "tokenizer.json").read_text()) | {"normalizer": normalizer}
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    settings = {"max_seq_length": 7, "do_lower_case": True}
+    (folder / "sentence_bert_config.json").write_text(json.dumps(settings))
+    if lowers:
+        assert model_info(folder).pooling.max_tokens == 7
+        return
+    with pytest.raises(UnsupportedModelError, match="do_lower_case, which its tokenizer does not"):
         model_info(folder)
 
 

@@ -24,6 +24,7 @@ from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_blocks import dequantize, is_plain
 from rooflax.loading.json_files import parse_json, read_file, read_json_object
 from rooflax.loading.safetensors import TensorToWrite, float32_tensors
+from rooflax.loading.tokenizer_folder import lowers_case
 from rooflax.models.gguf import GGUF_DENSE, GGUF_HEAD, GGUF_POOLING
 from rooflax.nn.pooler import Pooler
 
@@ -158,11 +159,12 @@ def read_pooling(folder: Path, hidden_size: int, vocab_size: int) -> Pooling | N
 
 
 def _read_max_tokens(folder: Path) -> int | None:
-    """Reads the first module's maximum length; rejects lower-casing."""
+    """Reads the first module's maximum length; rejects lower-casing that no tokenizer does."""
     raw = read_json_object(folder / TRANSFORMER)
-    if raw.get("do_lower_case"):
+    if raw.get("do_lower_case") and not lowers_case(folder):
         raise UnsupportedModelError(
-            f"{TRANSFORMER} of {folder} has do_lower_case, which rooflax does not do."
+            f"{TRANSFORMER} of {folder} has do_lower_case, which its tokenizer does not do, nor "
+            f"rooflax before it."
         )
     most = raw.get("max_seq_length")
     if most is not None and not (type(most) is int and most > 0):

@@ -81,6 +81,18 @@ def read_folder(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str], dic
     return backend, special, _chat_templates(folder, config)
 
 
+def lowers_case(folder: Path) -> bool:
+    """Whether a folder's tokenizer makes a text lower-case before it looks at it."""
+    with library_errors(f"the tokenizer of {folder} does not hold together"):
+        normalizer = _load_backend(folder).normalizer
+        steps = [] if normalizer is None else [json.loads(normalizer.__getstate__())]
+    for step in steps:  # which grows
+        steps += step.get("normalizers") or []
+        if step["type"] == "Lowercase" or step.get("lowercase"):  # of its own, or BERT's
+            return True
+    return False
+
+
 def _load_backend(folder: Path) -> tokenizers.Tokenizer:
     path, vocab, merges = (folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
     words = folder / "vocab.txt"

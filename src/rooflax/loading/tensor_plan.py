@@ -166,7 +166,9 @@ class TensorPlan:
                     misshapen.append(f"{hf} is {list(shape)}, wanted {list(wanted)}")
         left = sorted(self.names.present - used)
         superfluous = [
-            f"{n} {list(self.source.info(n).shape)}" for n in left if not self._waived(n, config)
+            f"{n} {list(self.source.info(n).shape)}"
+            for n in left
+            if not self._waived(n, config) and not self._adds_nothing(n, used)
         ]
         _reject("lacks", missing)
         _reject("has weights of a type that is not read here:", mistyped)
@@ -194,6 +196,14 @@ class TensorPlan:
             )
         self.source.release(name)
         return True
+
+    def _adds_nothing(self, name: str, used: set[str]) -> bool:
+        """Whether it is a bias of zeros beside a weight: AutoGPTQ wrote one for every matmul."""
+        if not name.endswith(".bias") or f"{name.removesuffix('bias')}weight" not in used:
+            return False
+        adds = bool(np.any(self.source.read(name).astype(np.float32)))
+        self.source.release(name)
+        return not adds
 
 
 class NameMap:

@@ -197,6 +197,23 @@ def test_impossible_values_are_rejected(change, tmp_path):
         model_info(folder)
 
 
+def test_biases_of_zeros_add_nothing(tmp_path):
+    """As AutoGPTQ wrote them beside every matmul of a family that has none."""
+    tensors = vendor.tensors(vendor.LLAMA)
+    plain = dict(tensors)
+    for module in vendor.linears(tensors):
+        quantized(module, tensors, plain, "gptq", symmetric=True)
+        tensors[f"{module}.bias"] = np.zeros(tensors[f"{module}.scales"].shape[1], np.float16)
+    declared = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    coded = vendor.write(tmp_path / "coded", vendor.LLAMA, tensors, **declared)
+    raw = vendor.LLAMA | {"torch_dtype": "float32"}
+    vendor.check(coded, vendor.write(tmp_path / "plain", raw, plain), alike("w4a16"))
+    tensors["model.layers.0.mlp.up_proj.bias"][3] = 1
+    coded = vendor.write(tmp_path / "biased", vendor.LLAMA, tensors, **declared)
+    with pytest.raises(CheckpointError, match=r"does not use: .*up_proj\.bias \[256\]\.$"):
+        load(coded, dtype=None)
+
+
 def test_modules_of_their_own_settings(tmp_path):
     """GPTQModel's `dynamic`: down projections of eight bits, o projections plain."""
     tensors = vendor.tensors(vendor.LLAMA)

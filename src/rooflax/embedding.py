@@ -17,7 +17,7 @@ from rooflax.fields.kinds import is_whole
 from rooflax.input_processor import InputProcessor
 from rooflax.loading.chat_template import encode_chat
 from rooflax.loading.model_info import ModelInfo
-from rooflax.loading.pooling import ACTIVATIONS, Pooling
+from rooflax.loading.pooling import ACTIVATIONS, SIGMOID, Pooling
 from rooflax.nn.pooler import Pooler
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -267,17 +267,20 @@ class Embedder:
         return pooled
 
     def scores(self, done: Sequence[EngineSequence]) -> list[float]:
-        """Probabilities of the first token against the second, or what a score head gives."""
-        if done and self.pooling is not None and self.pooling.has_head:
-            with np.errstate(over="ignore", invalid="ignore"):
-                scored = ACTIVATIONS[self.pooling.activation](
-                    self.pooling.finish(_rows(done))[:, 0]
-                )
-            if not np.isfinite(scored).all():
-                raise EngineError(NOT_FINITE)
-            return [float(score) for score in scored]
-        logits = _rows(done).astype(np.float64) if done else ()
-        return [float(1 / (1 + np.exp(no - yes))) for yes, no in logits]
+        """Two tokens' logits, one less the other, or what a score head gives, behind the
+        checkpoint's activation; a sigmoid makes the former the first token's probability."""
+        if not done:
+            return []
+        pooling, rows = self.pooling, _rows(done)
+        with np.errstate(over="ignore", invalid="ignore"):
+            if pooling is not None and pooling.has_head:
+                numbers = pooling.finish(rows)[:, 0]
+            else:
+                numbers = rows[:, 0].astype(np.float64) - rows[:, 1]
+            scored = ACTIVATIONS[SIGMOID if pooling is None else pooling.activation](numbers)
+        if not np.isfinite(scored).all():
+            raise EngineError(NOT_FINITE)
+        return [float(score) for score in scored]
 
 
 def _rows(done: Sequence[EngineSequence]) -> np.ndarray:

@@ -314,7 +314,7 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
     ) -> list[float]:
         """Scores each document against the query, in the order given: from 0 to 1, or unbounded if
-        the cross-encoder's checkpoint says so.
+        the checkpoint says so.
 
         Args:
             instruction: what makes a document relevant; None is the model's own.

@@ -32,6 +32,7 @@ from tests.pooling_cases import dense as dense_layer
 
 HAVE_ORACLE = importlib.util.find_spec("sentence_transformers") is not None and goldens.HAVE_TORCH
 TEXTS = ["def f(x):", "return x + 1", "x", "while True: go on with some more words of text" * 2]
+IDENTITY_SCORE = {"activation_fn": "torch.nn.modules.linear.Identity"}
 PROMPTS = {"query": "Instruct: find.\nQuery: ", "document": ""}
 
 
@@ -448,6 +449,23 @@ def test_scores_are_the_share_of_one_token_against_another(reranker):
     for query, document in ((5, "x"), ("x", None)):
         with pytest.raises(RequestError, match="it must be text"):
             llm.rerank(query, [document])
+
+
+def test_a_score_has_the_checkpoints_activation(reranker, tmp_path):
+    """The settings' before that of config.json, also in what is saved; a sigmoid by default."""
+    documents, folder = ["x + y", "z"], shutil.copytree(reranker, tmp_path / "m")
+    wanted = np.array(LLM(folder).rerank("what is x", documents))
+    settings = json.loads((folder / "config_sentence_transformers.json").read_text())
+    settings |= IDENTITY_SCORE
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    llm, again = saved(folder, tmp_path / "saved")
+    found = llm.rerank("what is x", documents)
+    np.testing.assert_allclose(found, np.log(wanted / (1 - wanted)), atol=1e-5)
+    assert LLM(again).rerank("what is x", documents) == found
+    settings["activation_fn"] = "torch.nn.modules.activation.Mish"
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    with pytest.raises(UnsupportedModelError, match="activation_fn = 'Mish'"):
+        model_info(folder)
 
 
 def test_what_is_saved_scores(reranker, tmp_path):

@@ -98,6 +98,38 @@ def test_scores_equal_those_of_transformers(scorer, reference, variant):
     assert llm.rerank(PAIRS[0][0], texts) == pytest.approx(scored(llm)[:3], abs=1e-6)
 
 
+TANH = {"activation_fn": "torch.nn.modules.activation.Tanh"}
+RELU = {"activation_fn": "torch.nn.modules.activation.ReLU"}
+
+
+def as_saved(folder, **settings):
+    """A folder as sentence-transformers saves a cross-encoder since its version 5.4."""
+    write_modules(folder)
+    (folder / "config_sentence_transformers.json").write_text(
+        json.dumps({"model_type": "CrossEncoder"} | settings)
+    )
+    task = {"transformer_task": "sequence-classification"}
+    (folder / "sentence_bert_config.json").write_text(json.dumps(task))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        (TANH, TANH),
+        ({}, RELU),
+        (TANH | {"model_type": "SentenceTransformer"}, RELU),  # not of these scores
+    ],
+)
+def test_the_activation_is_that_of_the_newest_file(tmp_path, settings, wanted):
+    folder = encoders.write(tmp_path, "bert", scores=True, sentence_transformers=RELU)
+    assert model_info(folder).pooling.activation == RELU["activation_fn"]
+    as_saved(folder, **settings)
+    assert model_info(folder).pooling.activation == wanted["activation_fn"]
+    (folder / "modules.json").unlink()
+    assert model_info(folder).pooling.activation == RELU["activation_fn"]
+
+
 @pytest.mark.skipif(not goldens.HAVE_TORCH, reason="asks transformers, which is not installed")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_committed_references_are_what_transformers_says(reference, variant):

@@ -46,11 +46,13 @@ ACTIVATIONS = {
 ERF = np.vectorize(math.erf, otypes=[np.float32])
 VECTOR = "sentence_embedding"
 """Name of what a dense layer reads and writes: a text's vector."""
-IDENTITY = next(iter(ACTIVATIONS))
+IDENTITY, SIGMOID = "torch.nn.modules.linear.Identity", "torch.nn.modules.activation.Sigmoid"
 MODULES = "sentence_transformers.models"
 SCORES = "sentence_transformers.cross_encoder.modules.logit_score"
 TRANSFORMER = "sentence_bert_config.json"
 """Settings of the first module."""
+SETTINGS = "config_sentence_transformers.json"
+"""Settings of the whole."""
 GGUF_WITH_DENSE = ("gemma-embedding",)
 """Architectures of which llama.cpp has such."""
 
@@ -85,8 +87,8 @@ class Pooling:
         dense: layers behind it.
         normalizes: vectors have length one.
         prompts: texts to put before a text, by name; `default_prompt` is the name of one.
-        scores: the vector is a score: how much more likely the first of two tokens is, or the one
-            number that `dense` gives.
+        scores: the vector is a score: the logit of the first of two tokens less the other's, or
+            the one number that `dense` gives.
         activation: of such a number.
         max_tokens: of a text; sentence-transformers cuts a longer one. None is the context.
     """
@@ -145,14 +147,14 @@ def read_pooling(folder: Path, hidden_size: int, vocab_size: int) -> Pooling | N
     if pooling is None:
         raise UnsupportedModelError(f"modules.json of {folder} has no pooling.")
     _check_sizes(pooling, folder, hidden_size, vocab_size)
-    raw = read_json_object(folder / "config_sentence_transformers.json")
+    raw = read_json_object(folder / SETTINGS)
     prompts = raw.get("prompts") or {}
     default = raw.get("default_prompt_name")
     are_texts = isinstance(prompts, dict) and all(isinstance(p, str) for p in prompts.values())
     is_name = default is None or (isinstance(default, str) and default in prompts)
     if not are_texts or not is_name:
         raise CheckpointError(
-            f"config_sentence_transformers.json of {folder} has prompts {prompts!r:.60} and the "
+            f"{SETTINGS} of {folder} has prompts {prompts!r:.60} and the "
             f"default {default!r:.40}; these must be texts by name, and one of the names."
         )
     return replace(pooling, prompts=prompts, default_prompt=default, max_tokens=max_tokens)
@@ -264,7 +266,7 @@ def _gguf_head(file: GGUFFile, architecture: str) -> Pooling:
     kind = GGUF_POOLING.get(stated if type(stated) is int else 0)
     if kind is None:
         raise UnsupportedModelError(f"{file.path} has a head behind the pooling {stated!r:.80}.")
-    return Pooling(Pooler(kind), layers, scores=True, activation=_known("Sigmoid"))
+    return Pooling(Pooler(kind), layers, scores=True, activation=SIGMOID)
 
 
 def _known(name: str) -> str:
@@ -288,8 +290,9 @@ def pooling_files(pooling: Pooling, size: int) -> dict[str, bytes | list[TensorT
         modules += [("Normalize", {})] * pooling.normalizes
     texts: dict[str, Any] = {
         TRANSFORMER: {"max_seq_length": pooling.max_tokens},
-        "config_sentence_transformers.json": {
+        SETTINGS: {
             "prompts": dict(pooling.prompts), "default_prompt_name": pooling.default_prompt,
+            **({"activation_fn": pooling.activation} if pooling.scores else {}),
         },
         "modules.json": [{"idx": 0, "name": "0", "path": "", "type": f"{MODULES}.Transformer"}],
     }  # fmt: skip
@@ -387,7 +390,8 @@ def _with_module(pooling: Pooling | None, kind: str, folder: Path) -> Pooling:
                 f"LogitScore has the tokens {ids}; a score needs one that is true and one that is "
                 f"false."
             )
-        return Pooling(Pooler("tokens", ids), scores=True)  # type: ignore[arg-type]
+        pooler = Pooler("tokens", ids)  # type: ignore[arg-type]
+        return Pooling(pooler, scores=True, activation=SIGMOID)
     if kind == "Dense" and pooling is not None and not pooling.normalizes and not pooling.scores:
         return replace(pooling, dense=(*pooling.dense, _read_dense(raw, folder)))
     if kind == "Normalize" and pooling is not None and not pooling.scores:

@@ -84,6 +84,7 @@ def save(
         if pooling is not None and pooling.has_head:
             head = head_tensors(pooling, model.family)
             settings = {key: raw[key] for key in HEAD_KEYS if key in raw}
+            settings["sentence_transformers"] = {"activation_fn": pooling.activation}
         elif pooling is not None:
             files |= pooling_files(pooling, model.config.hidden_size)
     eos = raw.get("eos_token_id")

@@ -7,6 +7,7 @@ layers on one vector; they run behind the pooling.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,15 @@ import numpy as np
 
 from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.loading.checkpoint import Checkpoint
-from rooflax.loading.pooling import ACTIVATIONS, DenseLayer, Pooling, read_pooling
+from rooflax.loading.json_files import read_json_object
+from rooflax.loading.pooling import (
+    ACTIVATIONS,
+    SETTINGS,
+    SIGMOID,
+    DenseLayer,
+    Pooling,
+    read_pooling,
+)
 from rooflax.loading.safetensors import TensorToWrite, float32_tensors
 from rooflax.models.encoders import ScoreHead
 from rooflax.models.registry import family
@@ -48,10 +57,23 @@ def folder_pooling(
     head = _head_of(name)
     architectures = raw.get("architectures")
     named = architectures[0] if isinstance(architectures, list) and architectures else ""
+    settings = read_json_object(folder / SETTINGS)
     if head is not None and str(named).endswith(CLASSIFIER):
-        return _read_head(folder, head, config, raw)
-    pooling = read_pooling(folder, config.hidden_size, config.vocab_size)
-    return Pooling(Pooler("mean")) if pooling is None and not config.is_causal else pooling
+        pooling: Pooling | None = _read_head(folder, head, config, raw)
+        if not _is_cross_encoder(folder, settings):
+            settings = {}
+    else:
+        pooling = read_pooling(folder, config.hidden_size, config.vocab_size)
+    if pooling is None:
+        return None if config.is_causal else Pooling(Pooler("mean"))
+    if pooling.scores:
+        return replace(pooling, activation=_score_activation(settings, raw))
+    return pooling
+
+
+def _is_cross_encoder(folder: Path, settings: Mapping[str, Any]) -> bool:
+    """Whether a folder was saved as a cross-encoder, so that its settings are of one."""
+    return (folder / "modules.json").is_file() and settings.get("model_type") == "CrossEncoder"
 
 
 def _head_of(name: str) -> ScoreHead | None:
@@ -83,7 +105,8 @@ def _read_head(folder: Path, head: ScoreHead, config: Decoder, raw: Mapping[str,
             norm = scale, shift, config.norm.eps
         if index == 0 and head.activation_key is not None:
             activation = str(raw.get(head.activation_key) or activation)
-        layers.append(DenseLayer(weight, bias, _activation(activation), norm))
+        activation = _activation(head.activation_key or "activation", activation)
+        layers.append(DenseLayer(weight, bias, activation, norm))
     if size != 1:
         raise UnsupportedModelError(
             f"{folder} sorts texts into {size} classes; rooflax reads classifiers with one label, "
@@ -96,30 +119,33 @@ def _read_head(folder: Path, head: ScoreHead, config: Decoder, raw: Mapping[str,
             f"config.json has {head.pooling_key} = {kind!r:.80}, which rooflax does not compute "
             f"(only {' or '.join(KINDS)})."
         )
-    activation = _score_activation(raw)
-    return Pooling(Pooler(pooling), tuple(layers), scores=True, activation=activation)
+    return Pooling(Pooler(pooling), tuple(layers), scores=True)
 
 
 def _read(source: Checkpoint, name: str) -> np.ndarray | None:
     return np.array(source.read(name), np.float32) if name in source.names() else None
 
 
-def _activation(name: str) -> str:
+def _activation(key: str, name: str) -> str:
     known = {key.rpartition(".")[2].lower(): key for key in ACTIVATIONS}
     if name.lower() not in known:
         raise UnsupportedModelError(
-            f"The score head has the activation {name:.80}, which rooflax does not compute (only "
+            f"The score has {key} = {name!r:.80}, which rooflax does not compute (only "
             f"{', '.join(known)})."
         )
     return known[name.lower()]
 
 
-def _score_activation(raw: Mapping[str, Any]) -> str:
-    """Activation of the score, as sentence-transformers writes it; a sigmoid by default."""
-    newer = raw.get("sentence_transformers")
-    stated = newer.get("activation_fn") if isinstance(newer, dict) else None
-    stated = stated or raw.get("sbert_ce_default_activation_function")
-    return _activation("Sigmoid" if stated is None else str(stated).rpartition(".")[2])
+def _score_activation(settings: Mapping[str, Any], raw: Mapping[str, Any]) -> str:
+    """Activation of the score: newer versions of sentence-transformers write it into the settings,
+    older ones into config.json; a sigmoid by default."""
+    older = raw.get("sentence_transformers")
+    stated = settings.get("activation_fn")
+    if stated is None and isinstance(older, dict):
+        stated = older.get("activation_fn")
+    if stated is None:
+        stated = raw.get("sbert_ce_default_activation_function")
+    return _activation("activation_fn", str(stated or SIGMOID).rpartition(".")[2])
 
 
 def head_tensors(pooling: Pooling, name: str) -> list[TensorToWrite]:

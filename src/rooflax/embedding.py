@@ -158,7 +158,8 @@ class Embedder:
     def pair_ids(
         self, query: str, document: str, instruction: str | None, truncate: int | None = None
     ) -> list[int]:
-        """The ids that a reranker is asked with.
+        """The ids that a reranker is asked with. The checkpoint's default prompt, if it has one,
+        stands before a cross-encoder's query, and is a chat template's instruction.
 
         Args:
             truncate: as `longest`, of a cross-encoder.
@@ -179,7 +180,7 @@ class Embedder:
                     param="instruction",
                 )
             cut = None if truncate is None else most
-            ids, types = self._tokenizer.encode_cut(query, document, cut)
+            ids, types = self._tokenizer.encode_cut(self._prompt(None) + query, document, cut)
             self._checked(ids)
             if config.token_types < 2:
                 return ids
@@ -201,7 +202,8 @@ class Embedder:
 
     def _templated(self, query: str, document: str, instruction: str | None) -> list[int]:
         """Renders the checkpoint's chat template, which knows these two roles."""
-        system = [] if instruction is None else [{"role": "system", "content": instruction}]
+        told = self._prompt(None) if instruction is None else instruction
+        system = [{"role": "system", "content": told}] if told else []
         pair = [{"role": "query", "content": query}, {"role": "document", "content": document}]
         return encode_chat(self._tokenizer, [*system, *pair], add_generation_prompt=True)
 

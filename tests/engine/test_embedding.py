@@ -468,6 +468,16 @@ def test_a_score_has_the_checkpoints_activation(reranker, tmp_path):
         model_info(folder)
 
 
+def test_a_rerankers_default_prompt_is_its_instruction(reranker, tmp_path):
+    folder = shutil.copytree(reranker, tmp_path / "m")
+    settings = {"prompts": PROMPTS, "default_prompt_name": "query"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    plain, llm = LLM(reranker), LLM(folder)
+    ask, told = ("what is x", ["x + y"]), {"instruction": PROMPTS["query"]}
+    assert llm.rerank(*ask) == plain.rerank(*ask, **told) != plain.rerank(*ask)
+    assert llm.rerank(*ask, instruction="") == plain.rerank(*ask)
+
+
 def test_what_is_saved_scores(reranker, tmp_path):
     llm, folder = saved(reranker, tmp_path / "m")
     assert LLM(folder).rerank("a", ["b", "c d"]) == llm.rerank("a", ["b", "c d"])

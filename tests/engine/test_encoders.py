@@ -1,5 +1,6 @@
 """Encoders and cross-encoders: equal to transformers, alone or beside others; what they refuse."""
 
+import importlib.util
 import itertools
 import json
 import shutil
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+import rooflax
 from rooflax import LLM, ExecutionOptions, RequestError, UnsupportedModelError, model_info
 from rooflax.errors import CheckpointError
 from rooflax.nn.batch import Batch
@@ -20,6 +22,7 @@ from tests.marks import cases
 from tests.pooling_cases import NORMALIZE, pooling, write_modules
 
 TOLERANCE = 1e-5
+HAVE_ORACLE = importlib.util.find_spec("sentence_transformers") is not None and goldens.HAVE_TORCH
 MODES = {"mean_tokens": "mean", "cls_token": "first"}
 
 
@@ -130,6 +133,30 @@ def test_the_activation_is_that_of_the_newest_file(tmp_path, settings, wanted):
     assert model_info(folder).pooling.activation == RELU["activation_fn"]
 
 
+FIND = {"prompts": {"find": "find: "}, "default_prompt_name": "find"}
+
+
+def test_the_default_prompt_stands_before_the_query(tmp_path, scorer):
+    folder = as_saved(encoders.write(tmp_path, "bert", scores=True), **FIND)
+    asked = [(f"find: {query}", text) for query, text in PAIRS]
+    np.testing.assert_array_equal(scored(LLM(folder)), scored(LLM(scorer("bert")), asked))
+
+
+@pytest.mark.skipif(not HAVE_ORACLE, reason="needs sentence-transformers")
+@pytest.mark.filterwarnings("ignore")
+def test_a_saved_cross_encoder_scores_as_in_sentence_transformers(tmp_path):
+    """As it is read, and as it is saved again."""
+    from sentence_transformers import CrossEncoder
+
+    folder = as_saved(encoders.write(tmp_path / "m", "bert", scores=True), **TANH, **FIND)
+    llm = LLM(folder)
+    rooflax.save(llm.model, tmp_path / "again", dtype="float32", files_from=folder)
+    wanted = CrossEncoder(str(folder), device="cpu", local_files_only=True).predict(PAIRS)
+    again = CrossEncoder(str(tmp_path / "again"), device="cpu", local_files_only=True)
+    for found in (scored(llm), scored(LLM(tmp_path / "again")), again.predict(PAIRS)):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE)
+
+
 @pytest.mark.skipif(not goldens.HAVE_TORCH, reason="asks transformers, which is not installed")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_committed_references_are_what_transformers_says(reference, variant):
@@ -210,8 +237,6 @@ def test_no_cache_is_planned_or_kept(embedder):
 
 @pytest.mark.parametrize("scores", [False, True])
 def test_what_is_saved_is_the_same_model(embedder, scorer, tmp_path, scores):
-    import rooflax
-
     for variant in ("bert", "distilbert", "mpnet", "nomic_bert", "modernbert_bias", "xlm_roberta"):
         if scores and variant not in SCORING:
             continue

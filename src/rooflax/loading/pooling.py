@@ -86,7 +86,8 @@ class Pooling:
         pooler: the engine's part of it.
         dense: layers behind it.
         normalizes: vectors have length one.
-        prompts: texts to put before a text, by name; `default_prompt` is the name of one.
+        prompts: texts to put before a text, or a pair's query, by name; `default_prompt` is the
+            name of one.
         scores: the vector is a score: the logit of the first of two tokens less the other's, or
             the one number that `dense` gives.
         activation: of such a number.
@@ -147,9 +148,18 @@ def read_pooling(folder: Path, hidden_size: int, vocab_size: int) -> Pooling | N
     if pooling is None:
         raise UnsupportedModelError(f"modules.json of {folder} has no pooling.")
     _check_sizes(pooling, folder, hidden_size, vocab_size)
-    raw = read_json_object(folder / SETTINGS)
-    prompts = raw.get("prompts") or {}
-    default = raw.get("default_prompt_name")
+    pooling = with_prompts(pooling, read_json_object(folder / SETTINGS), folder)
+    return replace(pooling, max_tokens=max_tokens)
+
+
+def with_prompts(pooling: Pooling, settings: Mapping[str, Any], folder: Path) -> Pooling:
+    """Adds the prompts of a folder's settings.
+
+    Raises:
+        CheckpointError: they are no texts, or the default is none of them.
+    """
+    prompts = settings.get("prompts") or {}
+    default = settings.get("default_prompt_name")
     are_texts = isinstance(prompts, dict) and all(isinstance(p, str) for p in prompts.values())
     is_name = default is None or (isinstance(default, str) and default in prompts)
     if not are_texts or not is_name:
@@ -157,7 +167,7 @@ def read_pooling(folder: Path, hidden_size: int, vocab_size: int) -> Pooling | N
             f"{SETTINGS} of {folder} has prompts {prompts!r:.60} and the "
             f"default {default!r:.40}; these must be texts by name, and one of the names."
         )
-    return replace(pooling, prompts=prompts, default_prompt=default, max_tokens=max_tokens)
+    return replace(pooling, prompts=prompts, default_prompt=default)
 
 
 def _read_max_tokens(folder: Path) -> int | None:
@@ -275,25 +285,31 @@ def _known(name: str) -> str:
 
 
 def pooling_files(pooling: Pooling, size: int) -> dict[str, bytes | list[TensorToWrite]]:
-    """Files that `read_pooling` reads: bytes or tensors, by their paths below the folder.
+    """Files that say how a folder embeds or scores: bytes or tensors, by their paths below it.
 
     Args:
         size: of hidden states.
     """
+    transformer: dict[str, Any] = {"max_seq_length": pooling.max_tokens}
+    settings: dict[str, Any] = {
+        "prompts": dict(pooling.prompts), "default_prompt_name": pooling.default_prompt,
+    }  # fmt: skip
     if pooling.scores:
+        settings["activation_fn"] = pooling.activation
+    if pooling.has_head:
+        modules: list[tuple[str, dict[str, Any]]] = []
+        settings["model_type"] = "CrossEncoder"
+        transformer["transformer_task"] = "sequence-classification"
+    elif pooling.scores:
         tokens = zip(("true_token_id", "false_token_id"), pooling.pooler.tokens, strict=True)
-        modules: list[tuple[str, dict[str, Any]]] = [("LogitScore", dict(tokens))]
+        modules = [("LogitScore", dict(tokens))]
     else:
         key = next(k for k, mode in LEGACY_MODES.items() if KINDS.get(mode) == pooling.pooler.kind)
         modules = [("Pooling", {"word_embedding_dimension": size, key: True})]
         modules += [("Dense", _dense_settings(layer)) for layer in pooling.dense]
         modules += [("Normalize", {})] * pooling.normalizes
     texts: dict[str, Any] = {
-        TRANSFORMER: {"max_seq_length": pooling.max_tokens},
-        SETTINGS: {
-            "prompts": dict(pooling.prompts), "default_prompt_name": pooling.default_prompt,
-            **({"activation_fn": pooling.activation} if pooling.scores else {}),
-        },
+        TRANSFORMER: transformer, SETTINGS: settings,
         "modules.json": [{"idx": 0, "name": "0", "path": "", "type": f"{MODULES}.Transformer"}],
     }  # fmt: skip
     folder_files: dict[str, bytes | list[TensorToWrite]] = {}

@@ -81,12 +81,12 @@ def save(
         of = model.family, model.config, raw
         pooling = gguf_pooling(gguf) if gguf else folder_pooling(source, *of)
         files = companions(source)
+        if pooling is not None:
+            files |= pooling_files(pooling, model.config.hidden_size)
         if pooling is not None and pooling.has_head:
             head = head_tensors(pooling, model.family)
             settings = {key: raw[key] for key in HEAD_KEYS if key in raw}
             settings["sentence_transformers"] = {"activation_fn": pooling.activation}
-        elif pooling is not None:
-            files |= pooling_files(pooling, model.config.hidden_size)
     eos = raw.get("eos_token_id")
 
     weights = model.weights

@@ -23,6 +23,7 @@ from rooflax.loading.pooling import (
     DenseLayer,
     Pooling,
     read_pooling,
+    with_prompts,
 )
 from rooflax.loading.safetensors import TensorToWrite, float32_tensors
 from rooflax.models.encoders import ScoreHead
@@ -59,9 +60,9 @@ def folder_pooling(
     named = architectures[0] if isinstance(architectures, list) and architectures else ""
     settings = read_json_object(folder / SETTINGS)
     if head is not None and str(named).endswith(CLASSIFIER):
-        pooling: Pooling | None = _read_head(folder, head, config, raw)
-        if not _is_cross_encoder(folder, settings):
-            settings = {}
+        settings = settings if _is_cross_encoder(folder, settings) else {}
+        scores = _read_head(folder, head, config, raw)
+        pooling: Pooling | None = with_prompts(scores, settings, folder)
     else:
         pooling = read_pooling(folder, config.hidden_size, config.vocab_size)
     if pooling is None:

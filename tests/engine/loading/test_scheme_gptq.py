@@ -76,6 +76,24 @@ def test_awq_is_its_numbers(group, format, tmp_path):
     vendor.check(*both(tmp_path, declared, "awq", group=group), alike(format), runs=True)
 
 
+def test_what_gptqmodel_writes_today_opens(tmp_path):
+    """The method beside `quant_method`, the version as `format`; AWQ without zero points, whose
+    tensors are as ever."""
+    said = {
+        "bits": 4,
+        "group_size": 128,
+        "desc_act": False,
+        "pack_dtype": "int32",
+        "lm_head": False,
+    }
+    said |= {"method": "gptq", "format": "gptq_v2", "sym": True, "meta": {"quantizer": ["x:7"]}}
+    how = {"symmetric": True, "less_one": False}
+    vendor.check(*both(tmp_path / "gptq", said, "gptq", **how), alike("w4a16"))
+    said |= {"method": "awq", "format": "gemm", "version": "gemm", "zero_point": False}
+    folders = both(tmp_path / "awq", said | {"checkpoint_format": "gemm"}, "awq", symmetric=True)
+    vendor.check(*folders, alike("w4a16"))
+
+
 @pytest.mark.parametrize(
     ("bits", "group", "symmetric", "format"),
     [
@@ -172,7 +190,9 @@ def test_what_does_not_fit_is_named(name, change, said, tmp_path):
     [
         ("awq", {"version": "gemv"}, "version = 'gemv'"),
         ("awq", {"bits": 8}, "bits = 8"),
-        ("awq", {"zero_point": False}, "zero_point = False"),
+        ("awq", {"method": "gptq"}, "method = 'gptq'"),
+        ("gptq", {"method": "qqq"}, "method = 'qqq'"),
+        ("gptq", {"checkpoint_format": "gptq", "format": "gptq_v2"}, "format = 'gptq_v2'"),
         ("awq", {"rotation": 1}, "'rotation'.*ignore_config_keys rotation"),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format = 'marlin'"),
         ("gptq", {"rotation": "hadamard"}, "'rotation'"),

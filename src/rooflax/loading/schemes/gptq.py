@@ -118,9 +118,14 @@ class Gptq:
 
 @dataclass(frozen=True)
 class Awq:
-    """AWQ's tensors, of four bits."""
+    """AWQ's tensors, of four bits.
+
+    Attributes:
+        symmetric: all zero points are half of the codes.
+    """
 
     group: int
+    symmetric: bool = False
 
     def find(self, tensors: Tensors) -> CodedTensors:
         coded = {n: self._coded(tensors, m) for n, m in modules(tensors, "qweight").items()}
@@ -141,7 +146,7 @@ class Awq:
 
         return affine(
             (outer, inner), (name, zeros, scales), bits=4, group=inner // groups, scales=kind,
-            zero=None, read=read, error=partial(tensors.error, zeros),
+            zero=8 if self.symmetric else None, read=read, error=partial(tensors.error, zeros),
         )  # fmt: skip
 
 
@@ -188,8 +193,10 @@ def read_gptq(reader: ConfigReader) -> Gptq:
         reader.flag("sym", True),
         not reader.flag("desc_act", False),
     )
-    version = reader.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    key = "checkpoint_format" if reader.has("checkpoint_format") else "format"
+    version = reader.choice(key, ("gptq", "gptq_v2"), "gptq")
     reader.choice("format", (version,), version)
+    reader.expect("method", "gptq")
     reader.expect("lm_head", False, True)
     reader.expect("pack_dtype", "int32", None)
     rules = []
@@ -208,13 +215,14 @@ def read_awq(reader: ConfigReader) -> Awq:
     reader.choice("version", ("gemm", "GEMM"), "gemm")
     bits = "w_bit" if reader.has("w_bit") else "bits"
     reader.expect(bits, 4)
-    reader.expect("zero_point", True)
+    reader.expect("method", "awq")
+    has_zeros = reader.flag("zero_point", True)
     for key in ("format", "checkpoint_format"):
         reader.expect(key, "gemm", "GEMM")
     reader.expect("dynamic", {}, None)
     reader.waive("sym", "desc_act", "lm_head", "pack_dtype", *UNUSED)
     size = "q_group_size" if reader.has("q_group_size") else "group_size"
-    return Awq(_group(reader, size, 128))
+    return Awq(_group(reader, size, 128), not has_zeros)
 
 
 UNUSED = (

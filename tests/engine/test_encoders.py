@@ -151,7 +151,9 @@ def test_a_saved_cross_encoder_scores_as_in_sentence_transformers(tmp_path):
     folder = as_saved(encoders.write(tmp_path / "m", "bert", scores=True), **TANH, **FIND)
     llm = LLM(folder)
     rooflax.save(llm.model, tmp_path / "again", dtype="float32", files_from=folder)
-    wanted = CrossEncoder(str(folder), device="cpu", local_files_only=True).predict(PAIRS)
+    model = CrossEncoder(str(folder), device="cpu", local_files_only=True)
+    assert llm.info.pooling.max_tokens == model.max_seq_length == 120
+    wanted = model.predict(PAIRS)
     again = CrossEncoder(str(tmp_path / "again"), device="cpu", local_files_only=True)
     for found in (scored(llm), scored(LLM(tmp_path / "again")), again.predict(PAIRS)):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE)
@@ -264,6 +266,40 @@ def test_longer_texts_are_rejected_or_cut(embedder, tmp_path):
     for wrong in wrongs:
         with pytest.raises(RequestError, match="truncate_prompt_tokens"):
             llm.embed("x", truncate_prompt_tokens=wrong)
+
+
+@pytest.mark.parametrize("scores", [False, True])
+@pytest.mark.parametrize(
+    ("files", "wanted"),
+    [
+        ({}, 120),  # of encoder_cases
+        ({"sentence_bert_config.json": {"max_seq_length": 7}}, 120),
+        ({"modules.json": None, "sentence_bert_config.json": {"max_seq_length": 7}}, 7),
+        ({"modules.json": None, "sentence_bert_config.json": {"max_seq_length": None}}, 120),
+        ({"modules.json": None, "sentence_roberta_config.json": {"max_seq_length": 9}}, 9),
+        ({"tokenizer_config.json": {"model_max_length": 10**30}}, None),
+        ({"tokenizer_config.json": {"model_max_length": 1e30}}, None),
+        ({"tokenizer_config.json": {"max_len": 33}}, 33),
+        ({"tokenizer_config.json": {}}, None),
+    ],
+)
+def test_the_longest_text_is_the_first_modules_or_the_tokenizers(tmp_path, scores, files, wanted):
+    """A modules.json makes the first module's file count."""
+    encoders.write(tmp_path, "bert", scores=scores)
+    if "modules.json" in files:
+        write_modules(tmp_path, *([] if scores else [pooling("mean_tokens", 60)]))
+    for name, content in files.items():
+        if content is not None:
+            (tmp_path / name).write_text(json.dumps(content))
+    assert model_info(tmp_path).pooling.max_tokens == wanted
+
+
+@pytest.mark.parametrize("length", [0, -1, 512.5, "512", True])
+def test_a_tokenizers_length_is_a_number(tmp_path, length):
+    encoders.write(tmp_path, "bert")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": length}))
+    with pytest.raises(CheckpointError, match="tokenizer_config.json of .* has model_max_length"):
+        model_info(tmp_path)
 
 
 @pytest.mark.skipif(not goldens.HAVE_TORCH, reason="asks transformers, which is not installed")

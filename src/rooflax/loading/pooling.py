@@ -49,8 +49,15 @@ VECTOR = "sentence_embedding"
 IDENTITY, SIGMOID = "torch.nn.modules.linear.Identity", "torch.nn.modules.activation.Sigmoid"
 MODULES = "sentence_transformers.models"
 SCORES = "sentence_transformers.cross_encoder.modules.logit_score"
-TRANSFORMER = "sentence_bert_config.json"
-"""Settings of the first module."""
+TRANSFORMERS = tuple(
+    f"sentence_{name}_config.json"
+    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+"""Settings of the first module; the first of these files that has any counts."""
+TRANSFORMER = TRANSFORMERS[0]
+TOKENIZER = "tokenizer_config.json"
+NO_LIMIT = 2**31
+"""From here on a tokenizer's length is none: transformers writes 1e30."""
 SETTINGS = "config_sentence_transformers.json"
 """Settings of the whole."""
 GGUF_WITH_DENSE = ("gemma-embedding",)
@@ -91,7 +98,8 @@ class Pooling:
         scores: the vector is a score: the logit of the first of two tokens less the other's, or
             the one number that `dense` gives.
         activation: of such a number.
-        max_tokens: of a text; sentence-transformers cuts a longer one. None is the context.
+        max_tokens: of a text, or a pair; sentence-transformers cuts a longer one. None is the
+            context.
     """
 
     pooler: Pooler
@@ -128,7 +136,7 @@ def read_pooling(folder: Path, hidden_size: int, vocab_size: int) -> Pooling | N
     modules = _read_modules(folder)
     if not modules:
         return None
-    pooling, max_tokens = None, None
+    pooling = None
     for number, (kind, path) in enumerate(modules):
         if (kind == "Transformer") != (number == 0):
             raise UnsupportedModelError(
@@ -143,13 +151,10 @@ def read_pooling(folder: Path, hidden_size: int, vocab_size: int) -> Pooling | N
                 f"modules.json of {folder} has the Transformer in {path!r:.80}; rooflax reads the "
                 f"one beside it."
             )
-        else:
-            max_tokens = _read_max_tokens(folder)
     if pooling is None:
         raise UnsupportedModelError(f"modules.json of {folder} has no pooling.")
     _check_sizes(pooling, folder, hidden_size, vocab_size)
-    pooling = with_prompts(pooling, read_json_object(folder / SETTINGS), folder)
-    return replace(pooling, max_tokens=max_tokens)
+    return with_prompts(pooling, read_json_object(folder / SETTINGS), folder)
 
 
 def with_prompts(pooling: Pooling, settings: Mapping[str, Any], folder: Path) -> Pooling:
@@ -170,19 +175,27 @@ def with_prompts(pooling: Pooling, settings: Mapping[str, Any], folder: Path) ->
     return replace(pooling, prompts=prompts, default_prompt=default)
 
 
-def _read_max_tokens(folder: Path) -> int | None:
-    """Reads the first module's maximum length; rejects lower-casing that no tokenizer does."""
-    raw = read_json_object(folder / TRANSFORMER)
+def read_max_tokens(folder: Path) -> int | None:
+    """Reads the tokens of the longest text, as sentence-transformers: the first module's maximum
+    length, else the tokenizer's. Rejects lower-casing that no tokenizer does."""
+    names = TRANSFORMERS if (folder / "modules.json").is_file() else ()
+    stated = ((name, read_json_object(folder / name)) for name in names)
+    name, raw = next((each for each in stated if each[1]), (TRANSFORMER, {}))
     if raw.get("do_lower_case") and not lowers_case(folder):
         raise UnsupportedModelError(
-            f"{TRANSFORMER} of {folder} has do_lower_case, which its tokenizer does not do, nor "
+            f"{name} of {folder} has do_lower_case, which its tokenizer does not do, nor "
             f"rooflax before it."
         )
-    most = raw.get("max_seq_length")
+    key, most = "max_seq_length", raw.get("max_seq_length")
+    if most is None:
+        name, raw = TOKENIZER, read_json_object(folder / TOKENIZER)
+        key = "model_max_length" if "model_max_length" in raw else "max_len"
+        most = raw.get(key)
+        if isinstance(most, int | float) and most >= NO_LIMIT:
+            return None
     if most is not None and not (type(most) is int and most > 0):
         raise CheckpointError(
-            f"{TRANSFORMER} of {folder} has max_seq_length = {most!r:.80}; it must be a whole "
-            f"number above 0."
+            f"{name} of {folder} has {key} = {most!r:.80}; it must be a whole number above 0."
         )
     return most
 

@@ -22,6 +22,7 @@ from rooflax.loading.pooling import (
     SIGMOID,
     DenseLayer,
     Pooling,
+    read_max_tokens,
     read_pooling,
     with_prompts,
 )
@@ -58,23 +59,14 @@ def folder_pooling(
     head = _head_of(name)
     architectures = raw.get("architectures")
     named = architectures[0] if isinstance(architectures, list) and architectures else ""
-    settings = read_json_object(folder / SETTINGS)
     if head is not None and str(named).endswith(CLASSIFIER):
-        settings = settings if _is_cross_encoder(folder, settings) else {}
-        scores = _read_head(folder, head, config, raw)
-        pooling: Pooling | None = with_prompts(scores, settings, folder)
+        pooling: Pooling | None = _read_head(folder, head, config, raw)
     else:
         pooling = read_pooling(folder, config.hidden_size, config.vocab_size)
-    if pooling is None:
-        return None if config.is_causal else Pooling(Pooler("mean"))
-    if pooling.scores:
-        return replace(pooling, activation=_score_activation(settings, raw))
-    return pooling
-
-
-def _is_cross_encoder(folder: Path, settings: Mapping[str, Any]) -> bool:
-    """Whether a folder was saved as a cross-encoder, so that its settings are of one."""
-    return (folder / "modules.json").is_file() and settings.get("model_type") == "CrossEncoder"
+    if pooling is None and config.is_causal:
+        return None
+    pooling = replace(pooling or Pooling(Pooler("mean")), max_tokens=read_max_tokens(folder))
+    return _of_reranker(pooling, folder, raw) if pooling.scores else pooling
 
 
 def _head_of(name: str) -> ScoreHead | None:
@@ -137,16 +129,22 @@ def _activation(key: str, name: str) -> str:
     return known[name.lower()]
 
 
-def _score_activation(settings: Mapping[str, Any], raw: Mapping[str, Any]) -> str:
-    """Activation of the score: newer versions of sentence-transformers write it into the settings,
-    older ones into config.json; a sigmoid by default."""
+def _of_reranker(pooling: Pooling, folder: Path, raw: Mapping[str, Any]) -> Pooling:
+    """Adds a reranker's prompts, and its score's activation: newer versions of
+    sentence-transformers write it into the settings, older ones into config.json; a sigmoid by
+    default. Of a head the settings count where it was saved as a cross-encoder."""
+    settings = read_json_object(folder / SETTINGS)
+    is_saved = (folder / "modules.json").is_file() and settings.get("model_type") == "CrossEncoder"
+    if pooling.has_head and not is_saved:
+        settings = {}
     older = raw.get("sentence_transformers")
     stated = settings.get("activation_fn")
     if stated is None and isinstance(older, dict):
         stated = older.get("activation_fn")
     if stated is None:
         stated = raw.get("sbert_ce_default_activation_function")
-    return _activation("activation_fn", str(stated or SIGMOID).rpartition(".")[2])
+    activation = _activation("activation_fn", str(stated or SIGMOID).rpartition(".")[2])
+    return replace(with_prompts(pooling, settings, folder), activation=activation)
 
 
 def head_tensors(pooling: Pooling, name: str) -> list[TensorToWrite]:

@@ -229,9 +229,18 @@ class Embedder:
 
     @property
     def size(self) -> int:
-        """Numbers of a vector."""
+        """Numbers of a vector of which nothing is cut."""
         dense = () if self.pooling is None else self.pooling.dense
         return dense[-1].weight.shape[0] if dense else self._info.config.hidden_size
+
+    def dimensions(self, dimensions: int | None) -> int:
+        """Numbers of a vector.
+
+        Args:
+            dimensions: that are asked for; None is as many as the checkpoint keeps.
+        """
+        kept = None if self.pooling is None else self.pooling.dimensions
+        return dimensions or min(kept or self.size, self.size)
 
     def check_dimensions(self, dimensions: int | None) -> None:
         """
@@ -251,22 +260,26 @@ class Embedder:
         """[texts, dimensions] float32.
 
         Args:
-            dimensions: the first so many; None is all.
-            normalize: to length one, after the cut; None is as the checkpoint says.
+            dimensions: the first so many; None is as many as the checkpoint keeps.
+            normalize: to length one, after the cut; None is as the checkpoint says, which makes it
+                so before a cut of its own.
 
         Raises:
             EngineError: what ended one of them, or layers behind the pooling give NaN or infinity.
         """
         assert self.pooling is not None
+        most = self.dimensions(dimensions)
         if not done:
-            return np.zeros((0, dimensions or self.size), np.float32)
+            return np.zeros((0, most), np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
-            pooled = self.pooling.finish(_rows(done))[:, :dimensions]
+            pooled = self.pooling.finish(_rows(done))
+        if dimensions is not None or normalize is not None:
+            pooled = pooled[:, :most]
         if not np.isfinite(pooled).all():
             raise EngineError(NOT_FINITE)
         if self.pooling.normalizes if normalize is None else normalize:
             pooled = pooled / np.maximum(np.linalg.norm(pooled, axis=1, keepdims=True), 1e-12)
-        return pooled
+        return pooled[:, :most]
 
     def scores(self, done: Sequence[EngineSequence]) -> list[float]:
         """Two tokens' logits, one less the other, or what a score head gives, behind the

@@ -290,8 +290,10 @@ class LLM:
             prompt_name: which of the checkpoint's prompts stands before each text; None is its
                 default one, if it has one.
             prompt: in its place.
-            dimensions: keep the first so many, as Matryoshka embeddings allow; None is all.
-            normalize: to length one, after the cut; None is as the checkpoint says.
+            dimensions: keep the first so many, as Matryoshka embeddings allow; None is as many as
+                the checkpoint keeps, mostly all.
+            normalize: to length one, after the cut; None is as the checkpoint says, which makes it
+                so before a cut of its own.
             truncate_prompt_tokens: cut longer texts to so many tokens, -1 to as many as the model
                 takes; None rejects a text that is longer than the model takes.
 

@@ -129,6 +129,35 @@ def test_dense_layers_stand_behind_the_pooling(dense):
     np.testing.assert_allclose(LLM(dense).embed(TEXTS), oracle(dense, TEXTS), atol=1e-5)
 
 
+@pytest.mark.parametrize("normalizes", [True, False])
+def test_vectors_are_cut_as_the_checkpoint_says(checkpoint, tmp_path, normalizes):
+    """Behind its normalization, as in sentence-transformers; a cut that is asked for is before."""
+    extra = [NORMALIZE] if normalizes else []
+    whole = checkpoint(f"whole-{normalizes}", pooling("lasttoken"), *extra)
+    folder = shutil.copytree(whole, tmp_path / "m")
+    settings = {"prompts": PROMPTS, "truncate_dim": 7}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    plain, (llm, again) = LLM(whole), saved(folder, tmp_path / "again")
+    wanted = plain.embed(TEXTS)[:, :7]
+    np.testing.assert_array_equal(llm.embed(TEXTS), wanted)
+    np.testing.assert_array_equal(LLM(again).embed(TEXTS), wanted)
+    for how in ({"normalize": True}, {"normalize": False}):
+        np.testing.assert_array_equal(
+            llm.embed(TEXTS, **how), plain.embed(TEXTS, dimensions=7, **how)
+        )
+    for asked in (5, 54):  # also more than the checkpoint keeps
+        found = llm.embed(TEXTS, dimensions=asked)
+        np.testing.assert_array_equal(found, plain.embed(TEXTS, dimensions=asked))
+    assert llm.embed([]).shape == (0, 7)
+    if HAVE_ORACLE:
+        np.testing.assert_allclose(wanted, oracle(folder, TEXTS), atol=1e-5)
+    for wrong in (0, -1, 2.5, "7", True):
+        settings["truncate_dim"] = wrong
+        (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+        with pytest.raises(CheckpointError, match="truncate_dim = "):
+            model_info(folder)
+
+
 def saved(folder, place, **how):
     llm = LLM(folder, **how)
     rooflax.save(llm.model, place, dtype="float32", files_from=llm.info.folder)

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     llm.embedder.check_dimensions(args.dimensions)
     options = {"prompt_name": args.prompt_name, "dimensions": args.dimensions}
     truncate = -1 if args.truncate else None
-    size = args.dimensions or llm.embedder.size
+    size = llm.embedder.dimensions(args.dimensions)
     with _output(args, total, size) as (write, done):
         texts = iter(texts)
         for name in done:

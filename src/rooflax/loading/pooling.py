@@ -93,6 +93,7 @@ class Pooling:
         pooler: the engine's part of it.
         dense: layers behind it.
         normalizes: vectors have length one.
+        dimensions: the first so many of a vector are kept, after that; None is all.
         prompts: texts to put before a text, or a pair's query, by name; `default_prompt` is the
             name of one.
         scores: the vector is a score: the logit of the first of two tokens less the other's, or
@@ -105,6 +106,7 @@ class Pooling:
     pooler: Pooler
     dense: tuple[DenseLayer, ...] = ()
     normalizes: bool = False
+    dimensions: int | None = None
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     scores: bool = False
@@ -154,7 +156,14 @@ def read_pooling(folder: Path, hidden_size: int, vocab_size: int) -> Pooling | N
     if pooling is None:
         raise UnsupportedModelError(f"modules.json of {folder} has no pooling.")
     _check_sizes(pooling, folder, hidden_size, vocab_size)
-    return with_prompts(pooling, read_json_object(folder / SETTINGS), folder)
+    settings = read_json_object(folder / SETTINGS)
+    kept = settings.get("truncate_dim")
+    if kept is not None and not (type(kept) is int and kept > 0):
+        raise CheckpointError(
+            f"{SETTINGS} of {folder} has truncate_dim = {kept!r:.80}; it must be a whole number "
+            f"above 0."
+        )
+    return with_prompts(replace(pooling, dimensions=kept), settings, folder)
 
 
 def with_prompts(pooling: Pooling, settings: Mapping[str, Any], folder: Path) -> Pooling:
@@ -307,6 +316,8 @@ def pooling_files(pooling: Pooling, size: int) -> dict[str, bytes | list[TensorT
     settings: dict[str, Any] = {
         "prompts": dict(pooling.prompts), "default_prompt_name": pooling.default_prompt,
     }  # fmt: skip
+    if pooling.dimensions is not None:
+        settings["truncate_dim"] = pooling.dimensions
     if pooling.scores:
         settings["activation_fn"] = pooling.activation
     if pooling.has_head:

@@ -168,7 +168,11 @@ def _output(args: argparse.Namespace, total: int, size: int) -> Iterator[tuple[A
 
             yield write, [None] * done
             return
-        opened = open_lines(path, args.force, {"id", "embedding"}, "vectors")
+
+        def fits(line: dict[str, Any]) -> bool:
+            return {"id", "embedding"} <= line.keys() and len(line["embedding"]) == size
+
+        opened = open_lines(path, args.force, fits, f"vectors of {size} numbers")
         file, names = stack.enter_context(opened)
         text = _Utf8(file)
         yield lambda names, vectors: _write_lines(text, names, vectors), names

@@ -13,7 +13,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 256
 BEGIN = b'{"id": '
 """The beginning of every line of the output."""
+Fits = Callable[[dict[str, Any]], bool]
 AT_ONCE = 8
 """Requests in a batch for every sequence that runs at once."""
 
@@ -151,7 +152,8 @@ def _request(llm: LLM, number: int, raw: Any, params: SamplingParams) -> LineReq
 
 def open_output(path: str, force: bool) -> AbstractContextManager[tuple[IO[bytes], list[Any]]]:
     """The output's file at its end, and the names of the requests that it answers."""
-    return open_lines(path, force, {"id", "text", "tokens", "finish_reason"}, "answers")
+    keys = {"id", "text", "tokens", "finish_reason"}
+    return open_lines(path, force, lambda line: keys <= line.keys(), "answers")
 
 
 def check_output(source: str | None, path: str) -> None:
@@ -173,7 +175,7 @@ def check_output(source: str | None, path: str) -> None:
 
 @contextmanager
 def open_lines(
-    path: str, force: bool, keys: Set[str], what: str
+    path: str, force: bool, fits: Fits, what: str
 ) -> Iterator[tuple[IO[bytes], list[Any]]]:
     """A file of JSON lines at its end, and the `id` of each of its lines; or stdout, which is "-".
 
@@ -182,7 +184,7 @@ def open_lines(
 
     Args:
         force: what is there is dropped.
-        keys: that every line has.
+        fits: whether a line's object is one of them; it has an `id`.
         what: the lines are, for errors.
 
     Raises:
@@ -192,11 +194,11 @@ def open_lines(
         yield sys.stdout.buffer, []
         return
     with only_writer(path):
-        yield from _opened_lines(path, force, keys, what)
+        yield from _opened_lines(path, force, fits, what)
 
 
 def _opened_lines(
-    path: str, force: bool, keys: Set[str], what: str
+    path: str, force: bool, fits: Fits, what: str
 ) -> Iterator[tuple[IO[bytes], list[Any]]]:
     done: list[Any] = []
     try:
@@ -213,20 +215,20 @@ def _opened_lines(
         for line in file:
             if not line.endswith(b"\n") and (line.startswith(BEGIN) or BEGIN.startswith(line)):
                 break
-            done.append(_name_of(path, line, keys, what))
+            done.append(_name_of(path, line, fits, what))
             end += len(line)
         file.truncate(end)
         file.seek(end)
         yield file, done
 
 
-def _name_of(path: str, line: bytes, keys: Set[str], what: str) -> Any:
+def _name_of(path: str, line: bytes, fits: Fits, what: str) -> Any:
     """The id of a line of the output."""
     try:
         raw = json.loads(line)
-        if keys <= raw.keys():
+        if fits(raw):
             return raw["id"]
-    except (ValueError, AttributeError, RecursionError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         pass
     raise RequestError(
         f"{path} holds something else than {what}; choose another file, or replace it with "

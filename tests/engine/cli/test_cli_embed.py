@@ -166,5 +166,10 @@ def test_other_vectors_are_kept_but_for_force(rooflax, folder, tmp_path, name):
     ran = rooflax("embed", folder, "--input", tmp_path / "other.txt", *files)
     assert ran.code == 2 and "replace it with --force" in ran.err
     assert (tmp_path / name).read_bytes() == before
+    for cut in ("7", "53"):  # of the same texts, another size
+        shorter = ("--input", tmp_path / "in.txt", *files, "--dimensions", cut)
+        ran = rooflax("embed", folder, *shorter)
+        assert ran.code == 2 and "replace it with --force" in ran.err and cut in ran.err
+        assert (tmp_path / name).read_bytes() == before
     ran = rooflax("embed", folder, "--input", tmp_path / "other.txt", *files, "--force")
     assert ran.code == 0 and (tmp_path / name).read_bytes() != before

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from rooflax.cli import flags, terminal
-from rooflax.cli.lines import check_output, json_lines, open_lines
+from rooflax.cli.lines import check_output, json_line, json_lines, open_lines
 from rooflax.cli.parser import Parser, whole
 from rooflax.cli.session import open_llm
 from rooflax.errors import RequestError
@@ -191,7 +190,7 @@ class _Utf8:
 def _write_lines(file: Any, names: list[Any], vectors: np.ndarray) -> None:
     for name, vector in zip(names, vectors, strict=True):
         line = {"id": name, "embedding": numbers(vector)}
-        file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        file.write(json_line(line))
     file.flush()
 
 

@@ -60,8 +60,7 @@ def run(llm: LLM, args: argparse.Namespace, params: SamplingParams) -> int:
         for begin in range(0, len(todo), size):
             batch = todo[begin : begin + size]
             for request, completions in answers(llm, batch):
-                line = json.dumps(line_of(request, completions), ensure_ascii=False)
-                file.write(f"{line}\n".encode())
+                file.write(json_line(line_of(request, completions)).encode())
                 file.flush()
             finished += len(batch)
             if not args.quiet:
@@ -112,6 +111,12 @@ def json_lines(path: str, text: str, begins: str = "{[") -> Iterator[tuple[int, 
             yield number, {text: line.rstrip("\r")} if is_text else json.loads(line)
         except (ValueError, RecursionError):
             raise RequestError(f"Line {number} of {path} is not JSON.") from None
+
+
+def json_line(value: Any) -> str:
+    """A line of JSON, in Unicode but for a lone surrogate: no file holds one, so it is escaped."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text.encode("utf-8", "backslashreplace").decode() + "\n"
 
 
 def read_requests(llm: LLM, path: str, params: SamplingParams) -> list[LineRequest]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 
 from rooflax.cli import flags
 from rooflax.cli.embed import read_texts
+from rooflax.cli.lines import json_line
 from rooflax.cli.parser import Parser, at_least_one
 from rooflax.cli.session import open_llm
 from rooflax.errors import RequestError
@@ -52,5 +52,5 @@ def run(args: argparse.Namespace) -> int:
     ranked = sorted(zip(scores, texts, strict=True), key=lambda pair: -pair[0])
     for score, (name, text) in ranked[: args.top_n]:
         line = {"id": name, "score": float(f"{score:.9g}"), "text": text}
-        sys.stdout.write(json.dumps(line, ensure_ascii=False) + "\n")
+        sys.stdout.write(json_line(line))
     return 0

@@ -114,6 +114,19 @@ def test_the_output_is_stdout_or_a_file_that_is_not_the_input(rooflax, folder, t
     assert ran.code == 2 and "Line 2 of" in ran.err and "is empty, and a .npy file" in ran.err
 
 
+def test_ids_are_any_json(rooflax, folder, tmp_path):
+    """Also with a lone surrogate, which is no Unicode text; what it names resumes."""
+    line, ids = '{"id": ["é", "\\ud800"], "text": "x"}\n', ["é", "\ud800"]
+    (tmp_path / "in.jsonl").write_text(line * 2, encoding="utf-8")
+    files = ("--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl")
+    assert rooflax("embed", folder, *files).code == 0
+    written = (tmp_path / "out.jsonl").read_text(encoding="utf-8")
+    assert written.startswith('{"id": ["é", "\\ud800"], ') and vectors(written)[0] == [ids, ids]
+    again = rooflax("embed", folder, *files)
+    assert again.code == 0 and "2 of 2 are embedded already" in again.err
+    assert rooflax("embed", folder, *files[:2]).out == written
+
+
 def test_a_model_that_does_not_embed(rooflax):
     ran = rooflax("embed", "preset:qwen2.5-tiny", "-p", "x")
     assert (ran.code, ran.out) == (2, "") and "has no modules.json" in ran.err

@@ -25,9 +25,10 @@ def test_the_best_come_first(rooflax, folder, tmp_path):
         text for _, text in wanted
     ]
     assert [line["score"] for line in lines] == pytest.approx([s for s, _ in wanted], abs=1e-6)
-    (tmp_path / "in.jsonl").write_text(json.dumps({"id": "k", "text": TEXTS[0]}))
-    ran = rooflax("rerank", folder, "--query", "what", "--input", tmp_path / "in.jsonl")
-    assert json.loads(ran.out)["id"] == "k"
+    for name in ("k", "\ud800"):  # the second is no Unicode text
+        (tmp_path / "in.jsonl").write_text(json.dumps({"id": name, "text": TEXTS[0]}))
+        ran = rooflax("rerank", folder, "--query", "what", "--input", tmp_path / "in.jsonl")
+        assert json.loads(ran.out)["id"] == name
     ran = rooflax("rerank", folder, "--query", "what", *documents, "--top-n", "1")
     assert len(ran.out.splitlines()) == 1
 

@@ -19,8 +19,9 @@ TINY = "preset:qwen2.5-tiny"
 LINES = [
     {"prompt": "def add(a, b):", "id": "first"},
     {"prompt": [5, 6, 7], "max_tokens": 4},
-    {"prompt": "import", "n": 2, "temperature": 1.0, "seed": 3, "max_tokens": 5},
+    {"prompt": "import", "id": ["\ud800"], "n": 2, "temperature": 1.0, "seed": 3, "max_tokens": 5},
 ]
+"""The last one's id is no Unicode text."""
 
 
 def write(path, lines):
@@ -62,7 +63,7 @@ def test_lines_of_plain_text_are_prompts(rooflax, tmp_path):
 def test_lines_are_answered_in_order_as_python_answers_them(batch):
     assert batch().code == 0
     first, second, third = read(batch.output)
-    assert (first["id"], second["id"], third["id"]) == ("first", 2, 3)
+    assert (first["id"], second["id"], third["id"]) == ("first", 2, ["\ud800"])
     llm = LLM(TINY)
     greedy = SamplingParams(temperature=0.0, max_tokens=8)
     (wanted,) = llm.generate("def add(a, b):", greedy)

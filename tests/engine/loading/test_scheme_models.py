@@ -151,17 +151,45 @@ def test_fp8_of_tensors_and_of_outputs(declared, shape, tmp_path):
     vendor.check(coded, vendor.write(tmp_path / "plain", vendor.LLAMA | PLAIN, plain), formats)
 
 
+def fp8_blocks(module, tensors, state, size):
+    """e4m3 with a scale for each block, of which the last may not be whole; scales, numbers."""
+    codes = tensors[f"{module}.weight"].astype(np.float32) * 50
+    codes = tensors[f"{module}.weight"] = codes.astype(E4M3)
+    outer, inner = codes.shape
+    blocks = -(-outer // size), -(-inner // size)
+    scales = state.uniform(0.5, 2, blocks).astype(np.float32) / 50
+    rows, columns = np.arange(outer) // size, np.arange(inner) // size
+    return scales, codes.astype(np.float32) * scales[np.ix_(rows, columns)]
+
+
+@pytest.mark.parametrize(("end", "apart"), [("weight_scale", True), ("weight_scale_inv", False)])
+def test_fp8_of_modelopts_blocks(end, apart, tmp_path):
+    """128 x 128, in both ways in which its versions store their scales."""
+    raw = vendor.LLAMA | {"intermediate_size": 320}
+
+    def change(module, tensors, state):
+        scales, numbers = fp8_blocks(module, tensors, state, 128)
+        tensors[f"{module}.{end}"] = scales[:, None, :, None] if apart else scales
+        return numbers
+
+    tensors, plain = changed(raw, change)
+    declared = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO", "group_size": 128}
+    coded = vendor.write(tmp_path / "coded", raw, tensors, **declared)
+    formats = {"qkv": "fp8-a16", "o": "fp8-a16"}  # a block each
+    formats |= dict.fromkeys(("gate_up", "down"), "fp8-a16-g32")
+    vendor.check(coded, vendor.write(tmp_path / "plain", raw | PLAIN, plain), formats)
+    tensors[f"{Q}.{end}"] = np.ones((2, 1), np.float32)
+    coded = vendor.write(tmp_path / "other", raw, tensors, **declared)
+    with pytest.raises(CheckpointError, match=r"q_proj.weight .*has scales \[2, 1\]; wanted one"):
+        load(coded)
+
+
 def test_fp8_of_blocks_keeps_its_codes(tmp_path):
     """Also where the last blocks are not whole."""
 
     def change(module, tensors, state):
-        codes = tensors[f"{module}.weight"].astype(np.float32) * 50
-        codes = tensors[f"{module}.weight"] = codes.astype(E4M3)
-        outer, inner = codes.shape
-        scales = state.uniform(0.5, 2, (-(-outer // 96), -(-inner // 96))).astype(np.float32) / 50
-        tensors[f"{module}.weight_scale_inv"] = scales
-        rows, columns = np.arange(outer) // 96, np.arange(inner) // 96
-        return codes.astype(np.float32) * scales[np.ix_(rows, columns)]
+        tensors[f"{module}.weight_scale_inv"], numbers = fp8_blocks(module, tensors, state, 96)
+        return numbers
 
     tensors, plain = changed(vendor.LLAMA, change)
     declared = {"quant_method": "fp8", "weight_block_size": [96, 96], "fmt": "e4m3"}

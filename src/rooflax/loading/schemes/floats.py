@@ -44,31 +44,36 @@ def fp8_weight(
     """e4m3 codes with a scale for the tensor, each output, each group of inputs or each block.
 
     Args:
-        block: outputs and inputs of one.
+        scale: of blocks [out, in], or as modelopt has them [out, 1, in, 1].
+        block: outputs and inputs of one; None where inputs may be in groups.
     """
     info = tensors.info(name)
     if not info.dtype.startswith("F8_"):
         raise tensors.error(name, f"is {info.dtype} and has scales, which belong to F8 codes alone")
-    shape, scales = info.shape, tensors.expect(scale, None, *FLOATS, "F8_E8M0", beside=name).shape
-    blocks = (
-        None if block is None else tuple(-(-n // b) for n, b in zip(shape, block, strict=False))
-    )
+    shape, stored = info.shape, tensors.expect(scale, None, *FLOATS, "F8_E8M0", beside=name).shape
+    if len(shape) != 2:
+        raise tensors.error(name, f"has the shape {list(shape)}, wanted [out, in]")
+    scales = stored[::2] if len(stored) == 4 and stored[1::2] == (1, 1) else stored
     one, each = scales in ((), (1,), (1, 1)), scales in (shape[:1], (shape[0], 1))
-    grouped = len(scales) == 2 and scales[0] == shape[0] and not shape[-1] % scales[1]
-    if len(shape) != 2 or not (one or scales == blocks or (block is None and (each or grouped))):
-        wanted = (
-            "or one of each output" if block is None else f"or one for each block of {[*block]}"
+    if block is None:
+        fits = scales[:1] == shape[:1] and len(scales) == 2 and scales[1] > 0
+        fits, wanted = fits and not shape[1] % scales[1], "one of each output"
+    else:
+        fits = scales == tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
+        wanted = f"one of each output, or one for each block of {[*block]}"
+    if not (one or each or fits):
+        raise tensors.error(
+            name, f"{list(shape)} has scales {list(stored)}; wanted one, or {wanted}"
         )
-        raise tensors.error(name, f"{list(shape)} has scales {list(scales)}; wanted one, {wanted}")
     size = shape[1] if one or each else block[1] if block else shape[1] // scales[1]
-    rows = block[0] if block and not one else 1
+    rows = block[0] if block and not (one or each) else 1
 
     def own_scales() -> np.ndarray:
         """[out, groups], or [1, 1] of all."""
-        scales = np.asarray(tensors.read(scale), np.float32)
+        by_block = np.asarray(tensors.read(scale), np.float32)
         if one or each:
-            return scales.reshape(-1, 1)
-        return np.repeat(scales, rows, axis=0)[: shape[0]]
+            return by_block.reshape(-1, 1)
+        return np.repeat(by_block.reshape(scales), rows, axis=0)[: shape[0]]
 
     def numbers() -> np.ndarray:
         values = tensors.read(name).astype(np.float32)

@@ -297,6 +297,10 @@ def test_int8_of_bitsandbytes(tmp_path):
     for slot, leaf in vendor.leaves(load(coded, dtype=None)).items():
         numbers = vendor.numbers_of(leaf).reshape(wanted[slot].shape)
         np.testing.assert_allclose(numbers, wanted[slot], rtol=2e-7, atol=0)
+    tensors[f"{Q}.weight_format"] = np.array(2, np.uint8)  # col_turing
+    coded = vendor.write(tmp_path / "turned", vendor.LLAMA, tensors, **declared)
+    with pytest.raises(CheckpointError, match=r"q_proj.weight_format in .* is 2; rooflax reads 0"):
+        load(coded)
 
 
 Q = "model.layers.0.self_attn.q_proj"

@@ -4,7 +4,8 @@
              sixteen values; X.weight.absmax, a scale for each 64 numbers, one after the other, or
              with double quantization codes of these with X.weight.nested_quant_map,
              X.weight.nested_absmax and an offset; X.weight.quant_state.bitsandbytes__nf4, a JSON
-    int8     X.weight int8; X.SCB [out]: q * SCB / 127, in that order; X.weight_format
+    int8     X.weight int8; X.SCB [out]: q * SCB / 127, in that order; X.weight_format, a uint8: 0
+             where rows are the outputs
 
 Source: bitsandbytes 0.50, functional.py and autograd/_functions.py.
 """
@@ -44,11 +45,24 @@ class BitsAndBytes:
             elif name.endswith(".SCB"):
                 module = name.removesuffix(".SCB")
                 coded[f"{module}.weight"] = _int8(tensors, f"{module}.weight", name)
-                unused.add(f"{module}.weight_format")
+                unused.add(_row_major(tensors, f"{module}.weight_format"))
         for name in tensors.names:
             if name.endswith(".weight") and name not in coded and tensors.info(name).dtype == "U8":
                 raise tensors.error(name, "has no quant_state beside it")
         return CodedTensors(coded, unused)
+
+
+def _row_major(tensors: Tensors, name: str) -> str:
+    """The name of a weight's format, which need not be there.
+
+    Raises:
+        CheckpointError: it is one of those that older versions turned weights to for a GPU.
+    """
+    if name in tensors and (number := tensors.read(name)).any():
+        raise tensors.error(
+            name, f"is {number.tolist()!r:.80}; rooflax reads 0 alone, whose rows are the outputs"
+        )
+    return name
 
 
 def _int8(tensors: Tensors, name: str, scale: str) -> Coded:

@@ -326,6 +326,19 @@ def test_what_does_not_fit_is_named(name, change, said, tmp_path):
         load(folder, dtype=None)
 
 
+def test_an_order_of_inputs_is_announced(tmp_path):
+    """One that changes nothing may be there anyway."""
+    tensors, _ = changed(vendor.LLAMA, of_groups)
+    for name, order in {"none": np.full(128, -1), "theirs": np.arange(128) // 64}.items():
+        tensors[f"{Q}.weight_g_idx"] = order.astype(np.int32)
+        load(vendor.write(tmp_path / name, vendor.LLAMA, tensors, **COMPRESSED), dtype=None)
+    tensors[f"{Q}.weight_g_idx"] = (np.arange(128) // 64)[::-1].astype(np.int32)
+    folder = vendor.write(tmp_path / "another", vendor.LLAMA, tensors, **COMPRESSED)
+    for dtype in (None, "float32"):
+        with pytest.raises(CheckpointError, match=r"weight_g_idx in .* and config.json no actord"):
+            load(folder, dtype=dtype)
+
+
 def one_group(**group):
     return {"config_groups": {"group_0": group}}
 

@@ -160,9 +160,13 @@ def _whole_numbers(
         return Groups(codes, by_output(tensors.read(scale)), read_zeros(), read_order())
 
     def read_order() -> np.ndarray | None:
-        of_input = tensors.read(order) if order in tensors and not a.ordered else None
+        of_input = tensors.read(order) if order in tensors else None
         if of_input is None or (of_input == -1).all():
             return None
+        if a.ordered:
+            if np.array_equal(of_input, np.arange(inner) // (inner // groups)):
+                return None
+            raise tensors.error(order, "has another order of inputs, and config.json no actorder")
         if of_input.min() < 0 or of_input.max() >= groups:
             first, last = of_input.min(), of_input.max()
             raise tensors.error(order, f"names groups {first} to {last} of {groups}")

@@ -208,8 +208,12 @@ def test_keys_that_change_values_are_rejected_by_name(method, change, said, tmp_
 
 
 @pytest.mark.parametrize(
-    "change", [{"bits": 5}, {"bits": "4"}, {"group_size": 0}, {"sym": 1}, {"dynamic": {"[": {}}}]
-)
+    "change",
+    [
+        {"bits": 5}, {"bits": "4"}, {"group_size": 0}, {"sym": 1}, {"dynamic": {"[": {}}},
+        {"dynamic": ["x"]}, {"dynamic": {"x": 5}},
+    ],
+)  # fmt: skip
 def test_impossible_values_are_rejected(change, tmp_path):
     declared = {"quant_method": "gptq", "bits": 4, "group_size": 64} | change
     folder = vendor.write(tmp_path / "c", vendor.LLAMA, {"x": np.zeros(1)}, **declared)

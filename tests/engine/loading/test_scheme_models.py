@@ -369,6 +369,48 @@ def test_keys_that_change_values_are_rejected_by_name(change, said, tmp_path):
         model_info(folder)
 
 
+CHANNEL = one_group(targets=["Linear"], weights={"num_bits": 4, "strategy": "channel"})
+
+
+@pytest.mark.parametrize(
+    ("method", "stored", "said"),
+    [
+        ("gptq", {"qweight": np.zeros((0, 8), np.int32)}, r"is I32 \[0, 8\], wanted"),
+        ("awq", {"qweight": np.zeros((8, 0), np.int32)}, r"is I32 \[8, 0\], wanted"),
+        (
+            "compressed-tensors",
+            {"weight_packed": np.zeros((8, 0), np.int32), "weight_scale": np.ones((8, 1), "<f2")},
+            "has 0 inputs",
+        ),
+        ("modelopt", {"weight": np.zeros(8, E4M3)}, r"has the shape \[8\], wanted \[out, in\]"),
+        ("modelopt", {"weight": np.zeros((2, 3, 4), E4M3)}, r"has the shape \[2, 3, 4\]"),
+        ("fp8", {"weight": np.zeros((), E4M3)}, r"has the shape \[\]"),
+        (
+            "modelopt",
+            {"weight": np.zeros((8, 8), E4M3), "weight_scale": np.ones((0, 3), np.float32)},
+            r"has scales \[0, 3\]",
+        ),
+        (
+            "fbgemm_fp8",
+            {"weight": np.zeros((8, 8), E4M3), "weight_scale": np.ones((8, 0), np.float32)},
+            r"has scales \[8, 0\]",
+        ),
+    ],
+)
+def test_shapes_of_no_weight_are_named(method, stored, said, tmp_path):
+    settings = {
+        "gptq": {"bits": 4, "group_size": -1}, "awq": {"bits": 4, "group_size": -1},
+        "compressed-tensors": CHANNEL, "modelopt": {"quant_algo": "FP8"},
+    }  # fmt: skip
+    tensors = {f"{Q}.{end}": array for end, array in stored.items()}
+    if "weight" in stored:
+        tensors.setdefault(f"{Q}.weight_scale", np.ones((), np.float32))
+    declared = {"quant_method": method} | settings.get(method, {})
+    folder = vendor.write(tmp_path / "c", vendor.LLAMA, tensors, **declared)
+    with pytest.raises(CheckpointError, match=rf"q_proj.*{said}"):
+        model_info(folder).weights()
+
+
 def test_a_state_of_bitsandbytes_that_is_none(tmp_path):
     name = f"{Q}.weight.quant_state.bitsandbytes__nf4"
     tensors = {f"{Q}.weight": np.zeros((8, 1), np.uint8)}

@@ -125,7 +125,7 @@ class Tensors:
         Raises:
             CheckpointError: they do not divide them.
         """
-        if inner % group:
+        if not inner or inner % group:
             raise self.error(name, f"has {inner} inputs, which groups of {group} do not divide")
         return inner // group
 

@@ -175,7 +175,7 @@ def _awq_codes(words: np.ndarray) -> np.ndarray:
 
 def _matrix(tensors: Tensors, name: str) -> tuple[int, ...]:
     info = tensors.info(name)
-    if info.dtype != "I32" or len(info.shape) != 2:
+    if info.dtype != "I32" or len(info.shape) != 2 or 0 in info.shape:
         raise tensors.error(name, f"is {info.dtype} {list(info.shape)}, wanted I32 [rows, columns]")
     return info.shape
 
@@ -199,8 +199,10 @@ def read_gptq(reader: ConfigReader) -> Gptq:
     reader.expect("method", "gptq")
     reader.expect("lm_head", False, True)
     reader.expect("pack_dtype", "int32", None)
-    rules = []
-    for pattern, values in (reader.get("dynamic", {}) or {}).items():
+    rules, dynamic = [], reader.get("dynamic", {})
+    if not isinstance(dynamic, dict):
+        raise CheckpointError(f"config.json has dynamic = {dynamic!r:.80}; it must be an object.")
+    for pattern, values in dynamic.items():
         if not isinstance(values, dict):
             raise CheckpointError(f"config.json has dynamic {pattern!r:.80} without an object.")
         if not pattern.startswith("-:"):  # those are not quantized

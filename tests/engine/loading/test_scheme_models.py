@@ -326,6 +326,26 @@ def test_what_does_not_fit_is_named(name, change, said, tmp_path):
         load(folder, dtype=None)
 
 
+def test_targets_are_names_or_classes(tmp_path):
+    """Also a name without a dot."""
+    tensors, plain = changed(vendor.LLAMA, lambda *module: int4(*module, 64))
+    state = np.random.RandomState(5)
+    plain["lm_head.weight"] = int4("lm_head", tensors, state, 32).astype(np.float32)
+    weights = {"num_bits": 4, "type": "int", "strategy": "group"}
+    groups = {
+        "group_0": {"targets": ["lm_head"], "weights": weights | {"group_size": 32}},
+        "group_1": {"targets": ["Linear"], "weights": weights | {"group_size": 64}},
+    }
+    declared = COMPRESSED | {"config_groups": groups}
+    coded = vendor.write(tmp_path / "coded", vendor.LLAMA, tensors, **declared)
+    formats = dict.fromkeys(("qkv", "o", "gate_up", "down"), "w4a16")
+    vendor.check(coded, vendor.write(tmp_path / "plain", vendor.LLAMA | PLAIN, plain), formats)
+    groups["group_1"]["targets"] = ["Embedding"]
+    coded = vendor.write(tmp_path / "none", vendor.LLAMA, tensors, **declared)
+    with pytest.raises(CheckpointError, match="_proj.weight_packed in .* is of no group"):
+        load(coded)
+
+
 def test_an_order_of_inputs_is_announced(tmp_path):
     """One that changes nothing may be there anyway."""
     tensors, _ = changed(vendor.LLAMA, of_groups)

@@ -8,8 +8,8 @@
     nvfp4-pack-quantized, mxfp4-pack-quantized
                      X.weight_packed uint8; X.weight_scale; X.weight_global_scale, a divisor
 
-Which of these a module is, its tensors say; their arguments are those of the first group with its
-name, a pattern that matches it, or its class as a target.
+Which of these a module is, its tensors say; their arguments are those of the group with its name,
+a pattern that matches it, or its class as a target: Linear, or Embedding.
 
 Source: compressed-tensors 0.20, compressors/ and quantization/.
 """
@@ -65,11 +65,10 @@ class Arguments:
 
 @dataclass(frozen=True)
 class CompressedTensors:
-    """Arguments by target, in the order in which they count."""
+    """Arguments by target: names of modules and of classes, and patterns in their order."""
 
     names: Mapping[str, Arguments]
     patterns: list[tuple[Any, Arguments]]
-    classes: list[Arguments]
 
     def find(self, tensors: Tensors) -> CodedTensors:
         coded, unused = {}, {name for name in tensors.names if is_unused(name)}
@@ -82,9 +81,10 @@ class CompressedTensors:
         return CodedTensors(coded, unused)
 
     def _arguments(self, module: str) -> Arguments | None:
-        by_name = self.names.get(module)
         matches = (a for pattern, a in self.patterns if pattern.match(module))
-        return by_name or next(matches, None) or (self.classes[0] if self.classes else None)
+        is_table = module.rpartition(".")[2].startswith("embed")
+        by_class = self.names.get("Embedding" if is_table else "Linear")
+        return self.names.get(module) or next(matches, None) or by_class
 
     def _coded(self, tensors: Tensors, module: str, name: str) -> Coded:
         a, kind, scale = self._arguments(module), tensors.info(name).dtype, f"{module}.weight_scale"
@@ -193,7 +193,7 @@ def read_compressed(reader: ConfigReader) -> CompressedTensors:
     reader.waive("ignore", "kv_cache_scheme", "global_compression_ratio", "version")
     groups = reader.part("config_groups")
     names: dict[str, Arguments] = {}
-    patterns, classes = [], []
+    patterns = []
     for key in list(reader.get("config_groups")):
         group = groups.part(key)
         arguments, targets = _arguments(group), group.get("targets")
@@ -207,11 +207,9 @@ def read_compressed(reader: ConfigReader) -> CompressedTensors:
             if target.startswith(PATTERN):
                 rule = module_pattern(target.removeprefix(PATTERN), "config.json: targets")
                 patterns.append((rule, arguments))
-            elif "." in target:
-                names[target] = arguments
             else:
-                classes.append(arguments)
-    return CompressedTensors(names, patterns, classes)
+                names[target] = arguments
+    return CompressedTensors(names, patterns)
 
 
 def _arguments(group: ConfigReader) -> Arguments | None:

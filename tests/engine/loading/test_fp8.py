@@ -130,6 +130,12 @@ def test_scales_that_do_not_fit_are_rejected(tmp_path):
     with pytest.raises(CheckpointError, match=r"has scales .* each block of \[7, 7\]"):
         load(folder)
     raw = json.loads((folder / "config.json").read_text())
+    raw["quantization_config"]["weight_block_size"] = None
+    (folder / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(
+        CheckpointError, match=r"has scales .* wanted one, or one of each output\.$"
+    ):
+        load(folder)
     for wrong in ("all", [0, 16], [-1, -1], [], 0):
         raw["quantization_config"]["weight_block_size"] = wrong
         (folder / "config.json").write_text(json.dumps(raw))

@@ -137,12 +137,15 @@ def test_nvfp4_of_modelopt_whose_config_json_says_nothing(tmp_path):
             {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
             lambda outer, _: (outer, 1),
         ),
+        ({"quant_method": "fp8"}, lambda outer, _: (outer, 1)),
+        ({"quant_method": "fp8", "weight_block_size": None}, lambda outer, _: (outer, 1)),
     ],
-    ids=["modelopt", "fbgemm"],
+    ids=["modelopt", "fbgemm", "fp8", "fp8 without blocks"],
 )
 def test_fp8_of_tensors_and_of_outputs(declared, shape, tmp_path):
     def change(module, tensors, state):
-        tensors[f"{module}.input_scale"] = np.float32(1).reshape(())
+        for end in ("input_scale", "act_scale", "kv_scale"):
+            tensors[f"{module}.{end}"] = np.float32(1).reshape(())
         return fp8(module, tensors, state, shape)
 
     tensors, plain = changed(vendor.LLAMA, change)

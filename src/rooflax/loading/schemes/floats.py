@@ -29,7 +29,7 @@ NOT_A_NUMBER = 0x7F
 UNUSED = (
     "input_scale", "activation_scale", "input_zero_point", "input_global_scale", "input_scale_ub",
     "output_scale", "output_zero_point", "k_scale", "v_scale", "q_scale", "prob_scale",
-    "k_zero_point", "v_zero_point",
+    "k_zero_point", "v_zero_point", "act_scale", "kv_scale",
 )  # fmt: skip
 """Scales of activations and of a KV cache, which are not rounded here."""
 
@@ -194,6 +194,8 @@ def read_fp8(reader: ConfigReader) -> Fp8Scheme:
     reader.waive("modules_to_not_convert", "ignored_layers", "scale_fmt", "dequantize")
     reader.waive("kv_cache_scheme")
     reader.expect("kv_cache_quant_method", None, "fp8")
+    if reader.is_null("weight_block_size"):
+        return Fp8Scheme(None)
     return Fp8Scheme(reader.sizes("weight_block_size", [128, 128]))
 
 

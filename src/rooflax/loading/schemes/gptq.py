@@ -13,7 +13,6 @@ Source: AutoGPTQ, nn_modules/qlinear; GPTQModel, utils/model.py; AutoAWQ, utils/
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -55,9 +54,8 @@ class GptqSettings:
     symmetric: bool
     ordered: bool
 
-    def changed(self, values: Mapping[str, Any]) -> GptqSettings:
+    def changed(self, reader: ConfigReader) -> GptqSettings:
         """Copies the settings with a module's own values."""
-        reader = ConfigReader(values, path="quantization_config.dynamic.")
         settings = GptqSettings(
             _bits(reader, "bits", self.bits),
             _group(reader, "group_size", self.group),
@@ -199,6 +197,7 @@ def read_gptq(reader: ConfigReader) -> Gptq:
     reader.expect("method", "gptq")
     reader.expect("lm_head", False, True)
     reader.expect("pack_dtype", "int32", None)
+    reader.waive(*UNUSED)
     rules, dynamic = [], reader.get("dynamic", {})
     if not isinstance(dynamic, dict):
         raise CheckpointError(f"config.json has dynamic = {dynamic!r:.80}; it must be an object.")
@@ -207,8 +206,8 @@ def read_gptq(reader: ConfigReader) -> Gptq:
             raise CheckpointError(f"config.json has dynamic {pattern!r:.80} without an object.")
         if not pattern.startswith("-:"):  # those are not quantized
             rule = module_pattern(pattern.removeprefix("+:"), "config.json: dynamic")
-            rules.append((rule, settings.changed(values)))
-    reader.waive(*UNUSED)
+            named = values | {"model_type": reader.model_type}  # in sentences
+            rules.append((rule, settings.changed(reader.inner("dynamic", named))))
     return Gptq(settings, version == "gptq", rules)
 
 
@@ -234,7 +233,7 @@ UNUSED = (
     "model_seqlen", "cache_block_outputs", "tokenizer", "backend", "use_exllama",
     "disable_exllama", "exllama_config", "max_input_length", "model_name_or_path",
     "model_file_base_name", "is_marlin_format", "do_fuse", "modules_to_fuse",
-    "fuse_max_seq_len", "meta", "quantizer", "act_group_aware", "hessian",
+    "fuse_max_seq_len", "meta", "quantizer", "act_group_aware", "hessian", "mse",
 )  # fmt: skip
 """Keys of quantization, of kernels, and of modules that are found by their tensors anyway."""
 

@@ -103,6 +103,7 @@ class Embedder:
 
         Args:
             prompt_name: one of the checkpoint's prompts; None is its default one, if it has one.
+                Not with ids.
             prompt: in its place.
             truncate: as `longest`.
 
@@ -111,6 +112,13 @@ class Embedder:
         """
         if not isinstance(prompt, str | None):
             raise RequestError(f"prompt is {prompt!r:.80}; it must be text.", param="prompt")
+        for name, value in (("prompt_name", prompt_name), ("prompt", prompt)):
+            if value is not None and not isinstance(text, str):
+                raise RequestError(
+                    f"{name} stands before a text, and token ids are taken as they are; leave it "
+                    f"out, or give texts.",
+                    param=name,
+                )
         before = self._prompt(prompt_name) if prompt is None else prompt
         most = self.longest(truncate)
         if isinstance(text, str):

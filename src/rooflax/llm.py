@@ -288,7 +288,7 @@ class LLM:
         Args:
             texts: text, or token ids, or a list of either.
             prompt_name: which of the checkpoint's prompts stands before each text; None is its
-                default one, if it has one.
+                default one, if it has one. Not with token ids.
             prompt: in its place.
             dimensions: keep the first so many, as Matryoshka embeddings allow; None is as many as
                 the checkpoint keeps, mostly all.

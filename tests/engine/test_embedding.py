@@ -316,6 +316,14 @@ def test_what_the_checkpoint_lacks_is_rejected(llm, how, param):
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize("name", ["prompt_name", "prompt"])
+def test_token_ids_have_no_prompt(llm, name):
+    for texts in ([5, 9], ["x", [5, 9]]):
+        with pytest.raises(RequestError, match=f"^{name} stands before a text") as caught:
+            llm.embed(texts, **{name: "query"})
+        assert caught.value.param == name
+
+
 @pytest.mark.parametrize("text", [5, {"a": 1}, [[1.5]], [[70_000]], [[-1]], "", [[]], "x " * 200])
 def test_texts_that_cannot_be_embedded_are_rejected(llm, text):
     with pytest.raises(RequestError):

@@ -76,7 +76,6 @@ def run(args: argparse.Namespace) -> int:
     llm = open_llm(args)
     llm.embedder.pooler()
     llm.embedder.check_dimensions(args.dimensions)
-    options = {"prompt_name": args.prompt_name, "dimensions": args.dimensions}
     truncate = -1 if args.truncate else None
     size = llm.embedder.dimensions(args.dimensions)
     with _output(args, total, size) as (write, done):
@@ -93,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
             terminal.say(f"{finished} of {total} are embedded already")
         while part := list(itertools.islice(texts, AT_ONCE * llm.max_num_seqs)):
             ids = [_encoded(llm, args, text, truncate) for text in part]
-            write([name for _, name, _ in part], llm.embed(ids, **options))
+            write([name for _, name, _ in part], llm.embed(ids, dimensions=args.dimensions))
             finished += len(part)
             if says:
                 terminal.say(f"{finished} of {total} embedded")

@@ -314,7 +314,11 @@ EMBEDDINGS = FieldTable(
     Field("input", str | list[Any], "a text, token ids, or a list of either", required=True),
     Field("dimensions", Count, "keep the first so many numbers; default all"),
     Field("encoding_format", Literal["float", "base64"], "base64 is float32, little-endian"),
-    Field("prompt_name", str, "which of the checkpoint's prompts stands before each text"),
+    Field(
+        "prompt_name",
+        str,
+        "which of the checkpoint's prompts stands before each text; not with token ids",
+    ),
     TRUNCATE,
     Field("cache_salt", str, "only requests of the same salt share cached prompts"),
     label("user"),

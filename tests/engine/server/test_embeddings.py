@@ -22,7 +22,7 @@ from tests.support.server.live import serving
 pytestmark = pytest.mark.oldest_jax
 
 EMBED = {
-    "input": ["x", [5, 6]], "dimensions": 5, "encoding_format": "float", "prompt_name": "query",
+    "input": ["x", "y z"], "dimensions": 5, "encoding_format": "float", "prompt_name": "query",
     "cache_salt": "s", "user": "u", "truncate_prompt_tokens": 20,
 }  # fmt: skip
 SCORE_BODY = {
@@ -135,6 +135,7 @@ def test_many_clients_get_their_own_vectors(embeds, wanted):
         ({"input": "x", "dimensions": 55}, "dimensions"),
         ({"input": "x", "encoding_format": "int8"}, "encoding_format"),
         ({"input": "x", "prompt_name": "no"}, "prompt_name"),
+        ({"input": ["x", [5, 6]], "prompt_name": "query"}, "prompt_name"),
         ({"input": "x", "truncate": True}, "truncate"),
     ],
 )

@@ -208,6 +208,11 @@ class Embedder:
         )
         return self._checked(start + self._tokenizer.encode_plain(text) + end)
 
+    def beginning(self, text: str, max_tokens: int) -> str:
+        """A text without the tokens behind the first so many."""
+        ids, places = self._tokenizer.encode_offsets(text)
+        return text if len(ids) <= max_tokens else text[: places[max_tokens][0]]
+
     def _templated(self, query: str, document: str, instruction: str | None) -> list[int]:
         """Renders the checkpoint's chat template, which knows these two roles."""
         told = self._prompt(None) if instruction is None else instruction

@@ -59,6 +59,7 @@ POSTS: dict[str, tuple[Endpoint, FieldTable]] = {
     "/v1/messages/count_tokens": (count_tokens, tables.COUNT_TOKENS),
     "/v1/embeddings": (embeddings, tables.EMBEDDINGS),
     "/v1/rerank": (rerank, tables.RERANK),
+    "/v2/rerank": (rerank, tables.RERANK),
     "/rerank": (rerank, tables.RERANK),
     "/tokenize": (small.tokenize, tables.TOKENIZE),
     "/detokenize": (small.detokenize, tables.DETOKENIZE),

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings and /v1/rerank: vectors and scores of texts."""
+"""POST /v1/embeddings, /v1/rerank and /v2/rerank: vectors and scores of texts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def embeddings(service: Service, request: Request, body: Any) -> Response:
 
 
 async def rerank(service: Service, request: Request, body: Any) -> Response:
-    """POST /v1/rerank: scores of documents, with the bodies of Cohere and Jina."""
+    """POST /v1/rerank and /v2/rerank: scores of documents, with the bodies of Cohere and Jina."""
     _check(service, scores=True)
     call = ApiCall.of(service, request, RERANK, body, "rerank")
     fields, embedder = call.fields, service.ready().llm.embedder
@@ -56,9 +56,13 @@ async def rerank(service: Service, request: Request, body: Any) -> Response:
     query = fields["query"]
     options = fields.get("instruction"), fields.get("truncate_prompt_tokens")
     embedder.longest(options[1])
+    most = fields.get("max_tokens_per_doc")
 
     def encoded(embedder: Embedder) -> list[list[int]]:
-        return [embedder.pair_ids(query, document, *options) for document in documents]
+        texts = documents
+        if most is not None and all(isinstance(text, str) for text in documents):
+            texts = [embedder.beginning(text, most) for text in documents]
+        return [embedder.pair_ids(query, text, *options) for text in texts]
 
     async def answer() -> dict[str, Any]:
         scores = embedder.scores(await _pooled(call, encoded, len(documents)))

@@ -330,6 +330,7 @@ RERANK = FieldTable(
     Field("top_n", Count, "how many of the best; default all"),
     Field("return_documents", bool, "also the texts; default false"),
     Field("instruction", str, "what makes a document relevant; default the model's own"),
+    Field("max_tokens_per_doc", Count, "the first so many tokens of each document; default all"),
     TRUNCATE,
     Field("cache_salt", str, "only requests of the same salt share cached prompts"),
     label("user"),

@@ -27,7 +27,7 @@ EMBED = {
 }  # fmt: skip
 SCORE_BODY = {
     "query": "x", "documents": ["y", {"text": "z"}], "top_n": 1, "return_documents": True,
-    "instruction": "i",
+    "instruction": "i", "max_tokens_per_doc": 1,
 }  # fmt: skip
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
@@ -161,6 +161,17 @@ def test_rerank_gives_the_best_first(scores, folders):
     told = LLM(folders[1]).rerank("what is x", documents, instruction="be strict")
     assert line["relevance_score"] == pytest.approx(max(told), abs=1e-6)
     assert line["document"] == {"text": documents[line["index"]]}
+
+
+def test_coheres_newer_route_cuts_documents(scores, folders):
+    llm, long = LLM(folders[1]), "a longer document, which is cut"
+    ids, places = llm.tokenizer.encode_offsets(long)
+    assert len(ids) > 3
+    wanted = llm.rerank("what is x", [long[: places[3][0]], "z"])
+    body = {"query": "what is x", "documents": [long, "z"], "max_tokens_per_doc": 3}
+    found = scores.post("/v2/rerank", body).json()["results"]
+    given = {line["index"]: line["relevance_score"] for line in found}
+    assert [given[0], given[1]] == pytest.approx(wanted, abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -260,22 +260,32 @@ def test_mlx_with_a_quantized_embedding(tmp_path):
     vendor.check(coded, plain, formats, runs=True)
 
 
-def test_mlx_with_experts_in_one_stack(tmp_path):
-    tensors, state = vendor.tensors(vendor.EXPERTS), np.random.RandomState(2)
+MIXTRAL = vendor.LLAMA | {
+    "model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 2,
+    "intermediate_size": 128,
+}  # fmt: skip
+MLX_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+@pytest.mark.parametrize("raw", [vendor.EXPERTS, MIXTRAL], ids=["qwen3_moe", "mixtral"])
+def test_mlx_with_experts_in_one_stack(raw, tmp_path):
+    """Mixtral's under names that are not its own."""
+    tensors, state = vendor.tensors(raw), np.random.RandomState(2)
     plain = dict(tensors)
-    for module in vendor.linears(tensors):
+    for module in [name.removesuffix(".weight") for name in tensors]:
         if ".experts.0." in module:
-            stack = module.replace(".experts.0.", ".switch_mlp.")
-            shape = (vendor.EXPERTS["num_experts"], *tensors[f"{module}.weight"].shape)
+            layer, _, own = module.partition(".experts.0.")
+            stack = f"{layer}.switch_mlp.{MLX_NAMES.get(own, own)}"
+            shape = (3, *tensors[f"{module}.weight"].shape)
             numbers = affine(stack, tensors, state, 4, 64, shape).astype(np.float32)
             for expert, own in enumerate(numbers):
                 name = module.replace(".experts.0.", f".experts.{expert}.") + ".weight"
                 plain[name] = own
                 del tensors[name]
-    raw = vendor.EXPERTS | {"quantization": {"bits": 4, "group_size": 64}}
-    coded = vendor.write(tmp_path / "coded", raw, tensors)
+    said = {"quantization": {"bits": 4, "group_size": 64}}
+    coded = vendor.write(tmp_path / "coded", raw | said, tensors)
     formats = {"qkv": None, "o": None, "gate_up": "q4_1-a16", "down": "q4_1-a16", "router": None}
-    plain = vendor.write(tmp_path / "plain", vendor.EXPERTS | PLAIN, plain)
+    plain = vendor.write(tmp_path / "plain", raw | PLAIN, plain)
     vendor.check(coded, plain, formats, runs=True)
 
 

@@ -1,9 +1,11 @@
 """MLX's affine quantization: q * s + b with a scale and a bias per group of inputs.
 
 X.weight is uint32 [out, in * bits / 32], inputs from the lowest bits on; X.scales and X.biases are
-[out, groups]. Experts lie in one stack, X.switch_mlp.gate_proj, [experts, out, ...].
+[out, groups]. Experts lie in one stack, X.switch_mlp.gate_proj, [experts, out, ...]; those of
+Mixtral, whose names are others in its own checkpoints, in X.block_sparse_moe.switch_mlp.gate_proj.
 
-Source: mlx, python/src/ops.cpp (quantize); mlx-lm, mlx_lm/utils.py and models/switch_layers.py.
+Source: mlx, python/src/ops.cpp (quantize); mlx-lm, mlx_lm/utils.py, models/switch_layers.py and
+models/mixtral.py.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ BITS = (2, 3, 4, 5, 6, 8)
 FORMATS = {2: "q4_1-a16", 3: "q4_1-a16", 4: "q4_1-a16", 5: "q5_1-a16"}
 """On CPU, by bits."""
 STACK = ".switch_mlp."
+MIXTRALS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+"""Its own names of an expert's matmuls."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,10 @@ class Mlx:
                 continue
             if len(shape) != 3 or STACK not in name:
                 raise tensors.error(f"{module}.weight", f"has the shape {list(shape)}")
+            layer, _, matmul = module.rpartition(STACK)
+            matmul = MIXTRALS.get(matmul, matmul) if layer.endswith("block_sparse_moe") else matmul
             for expert in range(shape[0]):
-                expert_module = module.replace(STACK, f".experts.{expert}.")
+                expert_module = f"{layer}.experts.{expert}.{matmul}"
                 coded[f"{expert_module}.weight"] = self._coded(tensors, module, expert)
         return CodedTensors(coded, set())
 

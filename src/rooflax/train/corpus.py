@@ -279,11 +279,12 @@ def hub_values(spec: str) -> dict[str, Iterator[Value]]:
         raise RequestError(f"{spec:.80} is not loaded: {first_line(error).rstrip('.')}.") from None
     splits = {"train": dataset} if split else {part: dataset.get(of) for part, of in SPLITS.items()}
 
-    def values(rows: Iterable[Any]) -> Iterator[Value]:
+    def values(part: str, rows: Iterable[Any]) -> Iterator[Value]:
+        at = spec if split else f"{spec}:{SPLITS[part]}"
         for number, row in enumerate(rows):
-            yield row, f"{spec}:{number}", f"row {number} of {spec}"
+            yield row, f"{spec}:{number}", f"row {number} of {at}"
 
-    return {part: values(rows) for part, rows in splits.items() if rows is not None}
+    return {part: values(part, rows) for part, rows in splits.items() if rows is not None}
 
 
 def documents(

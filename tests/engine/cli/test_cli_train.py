@@ -252,7 +252,7 @@ def test_a_dataset_of_the_hub(rooflax, data, monkeypatch):
     assert ran.code == 0, ran.err
     assert "20 documents to train on, 3 held out, 2 to test" in ran.err
     ran = train(rooflax, *NEW, data="hub:a/b", out="other")
-    assert ran.code == 2 and "row 0 of hub:a/b is not a JSON object with messages" in ran.err
+    assert ran.code == 2 and "row 0 of hub:a/b:train is not a JSON object with messages" in ran.err
 
 
 def test_folders_of_chats_with_masks(rooflax, data, chat):

@@ -360,10 +360,22 @@ def test_splits_of_the_hub_are_parts(monkeypatch):
 def test_rows_of_the_hub_are_named_in_errors(monkeypatch):
     stand_in(monkeypatch, {"train": [{"text": "x"}, {"body": "y"}], "test": [{"answer": 1}]})
     parts = hub_values("hub:a/b")
-    with pytest.raises(RequestError, match="^row 1 of hub:a/b is not a JSON object with messages"):
+    with pytest.raises(RequestError, match="^row 1 of hub:a/b:train is not a JSON object with me"):
         list(documents(parts["train"]))
-    with pytest.raises(RequestError, match="^row 0 of hub:a/b is not a JSON object with a prompt"):
+    with pytest.raises(RequestError, match="^row 0 of hub:a/b:test is not a JSON object with a p"):
         list(prompts(parts["test"]))
+
+
+def test_rows_of_the_hub_are_apart_by_split(monkeypatch):
+    """GRPO finds a prompt's tokens by where its row is."""
+    splits = {name: [{"prompt": name}] for name in ("train", "validation", "test")}
+    stand_in(monkeypatch, splits)
+    found = [row for rows in hub_values("hub:a/b").values() for row in prompts(rows)]
+    assert {row.where: row.prompt for row in found} == {
+        f"row 0 of hub:a/b:{name}": name for name in splits
+    }
+    (row,) = prompts(hub_values("hub:a/b:test")["train"])
+    assert row.where == "row 0 of hub:a/b:test"
 
 
 @pytest.mark.parametrize("spec", ["hub:", "hub:a", "hub:a/", "hub:a/b/c/d", "hub:/b"])

@@ -99,7 +99,8 @@ SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 def separator_of(tokenizer: Any) -> int:
     """The id to put between documents.
 
-    It is of a token that ends texts and no turn of a chat, else the end-of-sequence token.
+    It is the end-of-sequence token if that ends texts and no turn of a chat, else a special token
+    that does, else the end-of-sequence token. (In Gemma's vocabulary "</s>" is a tag of HTML.)
 
     Args:
         tokenizer: a `loading.tokenizer.Tokenizer`.
@@ -107,8 +108,10 @@ def separator_of(tokenizer: Any) -> int:
     Raises:
         RequestError: there is neither.
     """
-    ids = (tokenizer.token_to_id(name) for name in SEPARATORS)
-    separator = next((token for token in ids if token is not None), tokenizer.eos_id)
+    ids, separator = [tokenizer.token_to_id(name) for name in SEPARATORS], tokenizer.eos_id
+    if separator is None or separator not in ids:
+        special = tokenizer.special_token_ids
+        separator = next((token for token in ids if token in special), separator)
     if separator is None:
         raise RequestError(
             f"the tokenizer in {tokenizer.folder} has no end-of-sequence token to put "

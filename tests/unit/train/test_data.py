@@ -288,14 +288,19 @@ class TestDamagedFiles:
 class Vocabulary:
     """Ids by name; as `loading.tokenizer.Tokenizer`, as far as it is asked."""
 
-    def __init__(self, *names):
+    def __init__(self, *names, special=None):
         self.eos_id, self.token_to_id = 0, dict(zip(names, range(len(names)), strict=True)).get
+        self.special_token_ids = frozenset(range(len(names)) if special is None else special)
 
 
 def test_documents_are_separated_by_what_ends_no_turn_of_a_chat():
     assert separator_of(Vocabulary("<|im_end|>", "a", "<|endoftext|>")) == 2
     assert separator_of(Vocabulary("<|eot_id|>", "<|end_of_text|>")) == 1
     assert separator_of(Vocabulary("<end>", "a")) == 0
+    # Gemma's: a tag of HTML is an ordinary token.
+    assert separator_of(Vocabulary("<eos>", "</s>", special={0})) == 0
+    assert separator_of(Vocabulary("<end_of_turn>", "</s>", "<eos>", special={0, 2})) == 2
+    assert separator_of(Vocabulary("</s>", "<|endoftext|>")) == 0
 
 
 def test_documents_end_where_they_end_whatever_they_hold(tmp_path):

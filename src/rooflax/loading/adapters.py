@@ -67,6 +67,8 @@ class Adapter:
         stored: by module, the names of A, B, and with DoRA the magnitudes.
         replaced: tensors of the base by their names, and those that take their place.
         experts: by parameter, what it changes, and the names of A and B.
+        paths: by module, its path as the file spells it, which the config's patterns are of; one
+            that is missing is the module's.
     """
 
     folder: Path
@@ -76,17 +78,24 @@ class Adapter:
     stored: Mapping[str, Mapping[str, str]]
     replaced: Mapping[str, str]
     experts: Mapping[str, tuple[ExpertTarget, str, str]] = field(default_factory=dict)
+    paths: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
         """The largest of its layers'."""
-        return max(self.config.rank_of(module) for module in self.targets)
+        return max(map(self.rank_of, self.targets))
+
+    def rank_of(self, module: str) -> int:
+        return self.config.rank_of(self.paths.get(module, module))
+
+    def scale_of(self, module: str) -> float:
+        return self.config.scale_of(self.paths.get(module, module))
 
     @property
     def nbytes(self) -> int:
         """Bytes of A and B in float32."""
         return sum(
-            4 * self.config.rank_of(module) * (target.inputs + target.outputs)
+            4 * self.rank_of(module) * (target.inputs + target.outputs)
             for module, target in self.targets.items()
         )
 
@@ -102,7 +111,7 @@ class Adapter:
         by_module = {}
         for module in self.targets:
             parts = {kind: self.tensor(names) for kind, names in self.stored[module].items()}
-            a, b, scale = parts["lora_A"], parts["lora_B"], self.config.scale_of(module)
+            a, b, scale = parts["lora_A"], parts["lora_B"], self.scale_of(module)
             with np.errstate(over="ignore"):
                 largest = np.abs(b).max(initial=0.0) * np.float32(scale)
             if not np.isfinite(largest):  # beside others 0 times it would be NaN
@@ -273,7 +282,8 @@ def open_adapter(
     file = SafetensorsFile(path, is_mapped=False)
     by_name = {name: module for module, target in known.items() for name in target.names}
     stored: dict[str, dict[str, str]] = {}
-    copies, spellings, unknown = _copies_of_base(file, info, known), set[str](), []
+    paths: dict[str, str] = {}
+    copies, unknown = _copies_of_base(file, info, known), []
     replaced = _replaced(file, config, info)
     experts = _experts(file, config, info)
     copies |= {*replaced.values(), *(name for _, *both in experts.values() for name in both)}
@@ -285,7 +295,7 @@ def open_adapter(
             continue
         if match[2] in stored.setdefault(module, {}):
             raise CheckpointError(f"{path} has {match[2]} of {module} twice.")
-        spellings.add(match[1])
+        paths.setdefault(module, match[1])
         stored[module][match[2]] = name
     if unknown:
         raise UnsupportedModelError(
@@ -296,8 +306,8 @@ def open_adapter(
         raise CheckpointError(f"{path} holds no adapter.")
     wanted = set[str]()
     if stored:  # paths of a file begin alike, which its config's patterns count on
-        first = known[min(stored)]
-        at = next(i for i, name in enumerate(first.names) if name in spellings)
+        first = min(stored)
+        at = known[first].names.index(paths[first])
         wanted = {m for m, t in known.items() if config.changes(t.names[min(at, len(t.names) - 1)])}
     if beyond := stored.keys() - wanted:
         raise CheckpointError(f"{path} has {named(beyond)}, which its {ADAPTER} does not name.")
@@ -306,7 +316,7 @@ def open_adapter(
     if not is_all_linear(config.target_modules) and (missing := usual - stored.keys()):
         raise CheckpointError(f"{path} lacks {named(missing)}, which its {ADAPTER} names.")
     changed = {module: known[module] for module in known if module in stored}
-    adapter = Adapter(folder, config, changed, file, stored, replaced, experts)
+    adapter = Adapter(folder, config, changed, file, stored, replaced, experts, paths)
     _check_tensors(adapter, path)
     return adapter
 
@@ -408,7 +418,7 @@ def _check_tensors(adapter: Adapter, path: Path) -> None:
     """
     config = adapter.config
     for module, target in adapter.targets.items():
-        rank = config.rank_of(module)
+        rank = adapter.rank_of(module)
         wanted: dict[str, tuple[int, ...]] = {
             "lora_A": (rank, target.inputs),
             "lora_B": (target.outputs, rank),

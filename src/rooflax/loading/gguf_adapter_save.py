@@ -44,13 +44,13 @@ def save_gguf_adapter(
     architecture = written_spec(model_type(info)).architecture
     if info.gguf is not None:
         architecture = info.gguf.metadata["general.architecture"]
-    entries, config = adaptable(info, adapter.targets), adapter.config
+    entries = adaptable(info, adapter.targets)
     if lacking := adapter.targets.keys() - entries.keys():
         raise UnsupportedModelError(
             f"{adapter.folder} changes {min(lacking)}, of which a GGUF file of {info.family} has "
             f"no matrix by itself; merge it instead."
         )
-    alphas = {np.float32(config.scale_of(m) * config.rank_of(m)) for m in adapter.targets}
+    alphas = {np.float32(adapter.scale_of(m) * adapter.rank_of(m)) for m in adapter.targets}
     alpha = float(alphas.pop()) if len(alphas) == 1 else 0.0
     tensors: dict[str, np.ndarray] = {}
     for module, part in adapter.read(info).items():

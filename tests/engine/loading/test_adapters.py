@@ -139,6 +139,23 @@ def test_a_saved_adapter_is_read_again(case, tmp_path):
         assert part.scale == parts[module].scale
 
 
+def test_patterns_are_of_the_files_own_paths(case, tmp_path):
+    """A model that also sees has its text model's layers elsewhere."""
+    info = model_info(case("qwen3_5_text").folder)
+    module = "model.layers.0.mlp.up_proj"
+    path = "model.language_model.layers.0.mlp.up_proj"
+    target = targets(info.family, info.config)[module]
+    ones = {f"base_model.model.{module}.lora_{kind}.weight": None for kind in "AB"} | {
+        f"base_model.model.{path}.lora_A.weight": np.ones((3, target.inputs), np.float32),
+        f"base_model.model.{path}.lora_B.weight": np.ones((target.outputs, 3), np.float32),
+    }
+    patterns = {"rank_pattern": {path: 3}, "alpha_pattern": {path: 12}}
+    named = {"target_modules": [path], "tensors": ones}
+    own = write_adapter(tmp_path / "adapter", info, [module], **named, **patterns)
+    adapter = open_adapter(own, info)
+    assert (adapter.rank, adapter.read(info)[module].scale) == (3, 4.0)
+
+
 def test_a_layer_without_an_adapter_stays_as_it_is(case, tmp_path):
     info = model_info(case("llama_gqa").folder)
     own = write_adapter(tmp_path / "adapter", info, [Q])

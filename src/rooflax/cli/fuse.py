@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
 
     info = model_info(args.model, **where)
     adapter = open_adapter(args.lora, info, merges=not args.adapter_only)
+    if adapter.config.warning is not None and not args.quiet:
+        terminal.say(adapter.config.warning)
     if args.adapter_only:
         write = partial(_write_adapter, args, info, adapter)
     elif args.gguf is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from rooflax.loading.model_info import ModelInfo
 from rooflax.models.adapters import HEAD, Adapters, banked, slot_bytes, targets
 from rooflax.models.model import Model
 
+log = logging.getLogger("rooflax.loading")
 MOST_CHARACTERS = 200
 DEFAULT_RANK = 16
 """Rank of slots without an adapter at the start."""
@@ -176,7 +178,8 @@ def _is_name(name: str) -> bool:
 
 
 def _checked(name: str, adapter: Adapter) -> Adapter:
-    """
+    """The adapter; what it warns of is logged.
+
     Raises:
         RequestError: it does more than add to a layer's product.
     """
@@ -187,4 +190,6 @@ def _checked(name: str, adapter: Adapter) -> Adapter:
             f"fuse, and serve the result.",
             param="loras",
         )
+    if adapter.config.warning is not None:
+        log.warning("%s", adapter.config.warning)
     return adapter

@@ -8,6 +8,7 @@ import pytest
 from rooflax import LLM, ExecutionOptions
 from rooflax.cli.main import main
 from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
+from rooflax.loading.adapter_bank import open_bank
 from rooflax.loading.adapters import base_weight, merged, open_adapter, save_adapter
 from rooflax.loading.load import load
 from rooflax.loading.model_info import model_info
@@ -312,6 +313,20 @@ def test_what_only_a_merged_model_has_equals_peft(case, tmp_path, name):
     wanted = adapter_cases.read(name)[1]
     kept = list(goldens.KEPT_POSITIONS)
     np.testing.assert_allclose(found[:, kept], wanted, rtol=0, atol=TOLERANCE)
+
+
+def test_an_adapter_of_a_changed_base_is_warned_of(case, tmp_path, capsys, caplog):
+    """Wherever it is used: its numbers fit another base than the one that it stands beside."""
+    folder = case("llama_gqa").folder
+    info = model_info(folder)
+    own = write_adapter(tmp_path / "adapter", info, [Q], init_lora_weights="pissa")
+    said = f"{own} was begun with pissa, which changed its base model; it fits that changed model"
+    command = ["fuse", str(folder), "--lora", str(own), "-o", str(tmp_path / "out.gguf")]
+    assert main([*command, "--gguf", "F32", "--adapter-only"]) == 0
+    assert said in capsys.readouterr().err
+    bank = open_bank([f"a={own}"], info, 2, None)
+    bank.with_adapter("b", str(own), info)
+    assert [record.getMessage()[: len(said)] for record in caplog.records] == [said] * 2
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ class Adapter:
             info: the model, of whose tensors DoRA needs the norms.
 
         Raises:
-            CheckpointError: a number is NaN or infinite, or B is with its scale.
+            CheckpointError: a number is NaN or infinite, or B is with its scale, or a factor.
         """
         by_module = {}
         for module in self.targets:
@@ -122,8 +122,12 @@ class Adapter:
             columns = None
             if self.config.use_dora:
                 w = base_weight(info.weights(), info.family, self.targets[module])
-                norm = np.linalg.norm(merged(w, a, b, scale), axis=1)
-                columns = (parts[MAGNITUDE].reshape(-1) / norm).astype(np.float32)
+                columns = _factors(parts[MAGNITUDE].reshape(-1), merged(w, a, b, scale))
+                if not np.isfinite(columns).all():
+                    raise CheckpointError(
+                        f"{MAGNITUDE} of {module} in {self.folder} over the length of its weights "
+                        f"is beyond float32; train it again."
+                    )
             by_module[module] = LowRank(a, b, scale, columns)
         return by_module
 
@@ -146,6 +150,23 @@ def merged(w: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndar
     if not np.isfinite(total).all():
         raise CheckpointError("Weights with the adapter are beyond float32; train it again.")
     return total
+
+
+def _factors(magnitude: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """DoRA's factors of the outputs, magnitude / |w|; 1 of one whose weights are zeros."""
+    norm = np.linalg.norm(w, axis=1)
+    with np.errstate(over="ignore"):
+        return np.divide(magnitude, norm, out=np.ones_like(norm), where=norm > 0)
+
+
+def _magnitude(part: LowRank) -> np.ndarray:
+    """DoRA's lengths to save. Training leaves an output of length 0 as it is, so that the length
+    is then that of its adapter."""
+    magnitude = np.array(part.magnitude, np.float32)
+    free = magnitude == 0
+    added = np.float32(part.scale) * (np.asarray(part.b)[free] @ np.asarray(part.a))
+    magnitude[free] = np.linalg.norm(added, axis=1)
+    return magnitude
 
 
 def base_weight(base: Source, name: str, target: Target) -> np.ndarray:
@@ -478,7 +499,7 @@ def save_adapter(
         path = f"{PREFIX}{module}"
         arrays = {A: part.a, B: part.b}
         if part.magnitude is not None:
-            arrays[MAGNITUDE] = part.magnitude
+            arrays[MAGNITUDE] = _magnitude(part)
         for kind, array in arrays.items():
             add(f"{path}.{kind}", array)
     write_safetensors(folder / WEIGHTS, written, {"format": "pt"})

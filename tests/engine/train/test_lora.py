@@ -32,7 +32,7 @@ from rooflax.train.step import (
     make_optimizer,
     make_train_step,
 )
-from tests import adapter_cases, gguf_cases
+from tests import adapter_cases, gguf_cases, goldens
 from tests.marks import cases
 from tests.support.train import tiny
 
@@ -225,6 +225,33 @@ def test_what_was_trained_is_what_is_saved_and_run(case, tmp_path, kind, setting
         assert mean == pytest.approx(float(total) / float(count), abs=1e-5)
     said = json.loads((tmp_path / "a/adapter_config.json").read_text())
     assert said["use_rslora"] and said["r"] == 4 and said["use_dora"] == (kind == "dora")
+
+
+def test_outputs_without_weights_run_as_they_were_trained(tmp_path):
+    """DoRA has no length to bring them to: only A and B are trained, and what is saved says so."""
+
+    def blank(tensors):
+        tensors["model.layers.0.self_attn.q_proj.weight"][3:5] = 0
+
+    variant = "llama_gqa"
+    reference = goldens.committed(variant)
+    base = goldens.write_checkpoint(tmp_path / "base", variant, reference, change=blank)
+    info, model = model_info(base), load(base)
+    config = dataclasses.replace(adapter_cases.train_config("dora"), target_modules="q_proj")
+    state, step, lora = stepping(model, config)
+    for tokens in adapter_cases.batches()[:3]:
+        state, _ = step(state, model, packed(tokens))
+    matrices = lora.adapters(state.weights)
+    names = {"name": info.family, "base": "base"}
+    save_adapter(tmp_path / "a", matrices, lora.config, model=info.config, **names)
+    part = matrices["model.layers.0.self_attn.q_proj"]
+    assert np.abs(part.b[3:5]).max() > 0 and not np.any(part.magnitude[3:5])
+    found = open_adapter(tmp_path / "a", info).read(info)["model.layers.0.self_attn.q_proj"]
+    np.testing.assert_allclose(found.columns[3:5], 1, rtol=1e-5)
+    untrained = lora.adapters(lora.start())  # whose B is zero
+    save_adapter(tmp_path / "b", untrained, lora.config, model=info.config, **names)
+    found = open_adapter(tmp_path / "b", info).read(info)["model.layers.0.self_attn.q_proj"]
+    assert found.columns[3:5].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(

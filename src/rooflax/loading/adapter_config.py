@@ -44,7 +44,8 @@ class AdapterConfig:
         target_modules, exclude_modules: names or ends of modules' paths, or a pattern of whole
             paths; "all-linear" is every linear layer but the head.
         layers, layers_patterns: numbers of the layers to change, and the names before the number;
-            None is all layers, no names is any.
+            None is all layers, no names is any. A module whose whole path is named is changed in
+            any layer, and without one.
         rank_pattern, alpha_pattern: by patterns that paths end with.
         modules_to_save: names or ends of paths of modules whose whole weight is in the file.
         target_parameters: ends of paths of experts' parameters to change.
@@ -72,6 +73,8 @@ class AdapterConfig:
             return False
         if is_all_linear(self.target_modules):
             is_target = module.rpartition(".")[2] != "lm_head"
+        elif not isinstance(self.target_modules, str) and module in self.target_modules:
+            return True
         else:
             is_target = _names(self.target_modules, module)
         return is_target and (self.layers is None or self._layer(module) in self.layers)

@@ -55,6 +55,14 @@ def test_all_linear_leaves_the_head_out(tmp_path):
     assert config(tmp_path, target_modules=["lm_head"]).changes("lm_head")
 
 
+def test_a_whole_path_is_changed_in_any_layer(tmp_path):
+    """As in PEFT, which asks for the layer of other names alone."""
+    keys = {"layers_to_transform": [3], "target_modules": ["q_proj", UP, "lm_head"]}
+    found = config(tmp_path, **keys)
+    assert found.changes(UP) and found.changes("lm_head") and not found.changes(Q)
+    assert not config(tmp_path, exclude_modules=[UP], **keys).changes(UP)
+
+
 def test_what_an_adapter_without_targets_changes(tmp_path):
     assert config(tmp_path, "gpt2").changes("transformer.h.0.attn.c_attn")
     assert config(tmp_path, "phi3").changes("model.layers.0.self_attn.qkv_proj")

@@ -164,14 +164,7 @@ def resolved(model: Model, config: TrainConfig) -> tuple[AdapterConfig, dict[str
         modules_to_save=tuple(filter(None, (config.modules_to_save or "").split(","))),
         target_parameters=tuple(filter(None, (config.target_parameters or "").split(","))),
     )
-    experts = expert_targets(model.family, model.config)
-    for name in stated_config.target_parameters:
-        if not any(parameter.endswith(f".{name}") for parameter in experts):
-            raise RequestError(
-                f"target_parameters names {name!r:.80}, and {model.family} has no experts in one "
-                f"parameter of that name.",
-                param="target_parameters",
-            )
+    stated_config = _of_experts(model, stated_config)
     _check_saved(model, stated_config, wanted)
     if not isinstance(wanted, str):
         ends = {module.rpartition(".")[2] for module in known}
@@ -196,6 +189,40 @@ def resolved(model: Model, config: TrainConfig) -> tuple[AdapterConfig, dict[str
     if {m for m in known if stated.changes(m)} != set(chosen):
         stated = replace(stated_config, target_modules=tuple(chosen), layers=None)
     return stated, chosen
+
+
+def _of_experts(model: Model, stated: AdapterConfig) -> AdapterConfig:
+    """The same with whole paths of the experts' parameters where some layers alone are trained:
+    PEFT takes these parameters by their names, whatever layer they are in.
+
+    Raises:
+        RequestError: there are none of a name, or none in these layers.
+    """
+    if not stated.target_parameters:
+        return stated
+    experts = expert_targets(model.family, model.config)
+    for name in stated.target_parameters:
+        if not any(p == name or p.endswith(f".{name}") for p in experts):
+            raise RequestError(
+                f"target_parameters names {name!r:.80}, and {model.family} has no experts in one "
+                f"parameter of that name.",
+                param="target_parameters",
+            )
+    if stated.layers is None:
+        return stated
+    kept = tuple(
+        parameter
+        for parameter, target in experts.items()
+        if stated.changes_experts(parameter)
+        and (target.param.layer in stated.layers or parameter in stated.target_parameters)
+    )
+    if not kept:
+        raise RequestError(
+            f"target_parameters {','.join(stated.target_parameters)!r:.80} and num_layers "
+            f"{len(stated.layers)} leave no experts of {model.family} to train.",
+            param="target_parameters",
+        )
+    return replace(stated, target_parameters=kept)
 
 
 def _check_saved(model: Model, stated: AdapterConfig, wanted: tuple[str, ...] | str) -> None:

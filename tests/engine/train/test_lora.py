@@ -277,6 +277,21 @@ def test_what_peft_is_told_names_what_was_trained(case, tmp_path, variant, setti
     assert set(open_adapter(folder, info).targets) == set(chosen)
 
 
+def test_the_last_layers_alone_are_those_of_experts_and_heads_too(case):
+    config = dataclasses.replace(
+        CONFIG, num_layers=1, target_modules="q_proj,lm_head", target_parameters="experts.down_proj"
+    )
+    stated, chosen = resolved(case("gpt_oss").model, config)
+    assert list(chosen) == ["model.layers.3.self_attn.q_proj", "lm_head"]
+    assert stated.target_parameters == ("model.layers.3.mlp.experts.down_proj",)
+    experts = LoraTraining(case("gpt_oss").model, config).experts
+    assert list(experts) == list(stated.target_parameters)
+    model = case("glm4_moe").model  # whose first layers have none
+    name = {"num_layers": model.config.num_layers, "target_parameters": "experts.down_proj"}
+    stated, _ = resolved(model, dataclasses.replace(CONFIG, **name))
+    assert 0 < len(stated.target_parameters) < model.config.num_layers
+
+
 def test_targets_that_are_not_there_are_named(case):
     config = dataclasses.replace(CONFIG, target_modules="q_proj,wq")
     with pytest.raises(RequestError, match="target_modules names 'wq', and llama has .*q_proj"):

@@ -170,11 +170,25 @@ def _encode_conversation(
     if config.assistant_only_loss:
         since = 0
     elif config.mask_prompt:
-        # Messages may have been added or joined in front, never behind.
-        count = 1 if row.num_prompt is None else len(row.messages) - row.num_prompt
-        since = max(0, len(messages) - count)
+        since = _begin_of_completion(row, messages)
     ids, trained = encode_answers(tokenizer, messages, since=since, tools=tools)
     return ids, trained if config.masks else None
+
+
+def _begin_of_completion(row: ChatRow, messages: Sequence[Mapping[str, Any]]) -> int:
+    """The first message whose answer is trained, of those that became of a row's.
+
+    Messages may have been added or joined, as results of tools are; answers stay apart.
+    """
+    if row.num_prompt is None:
+        return len(messages) - 1
+    count = sum(map(_is_answer, row.messages[row.num_prompt :]))
+    answers = [number for number, message in enumerate(messages) if _is_answer(message)]
+    return answers[-count] if count else len(messages)
+
+
+def _is_answer(message: Mapping[str, Any]) -> bool:
+    return message.get("role") == "assistant"
 
 
 def _encode_completion(

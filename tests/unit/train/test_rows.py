@@ -95,6 +95,20 @@ def test_tools_that_a_template_does_not_show(chatml):
     assert "# Tools" in text(chatml, ids) and "<tool_response>\n2" in text(chatml, ids)
 
 
+def test_results_that_are_joined_move_no_completion(chatml):
+    """Three results are one message where they are text; the prompt's answer stays untrained."""
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    row = chat(
+        *MESSAGES[1:4],
+        {"role": "assistant", "content": "", "tool_calls": [call] * 3},
+        *[{"role": "tool", "content": str(number)} for number in range(3)],
+        MESSAGES[2],
+        num_prompt=3,
+    )
+    calls = "\n".join(['<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'] * 3)
+    assert trained(chatml, row, LAST) == f"{calls}<|im_end|>\nworld<|im_end|>\n"
+
+
 def test_rows_that_are_rejected(chatml):
     user, answer = MESSAGES[1:3]
     where = r"^line 3 of a\.jsonl"

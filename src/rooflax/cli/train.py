@@ -243,6 +243,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     unfit = {
         "--config": args.config, "--tokenizer": args.tokenizer, "--mesh": args.mesh,
         "--layers scan": args.layers == "scan", "--modules-to-save": args.modules_to_save,
+        "--target-parameters": args.target_parameters,
         "--fine-tune-type dora": args.fine_tune_type == DORA,
     }  # fmt: skip
     if args.sample and (flag := next((flag for flag, is_set in unfit.items() if is_set), None)):

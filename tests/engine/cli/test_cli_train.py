@@ -222,9 +222,12 @@ def test_samples_of_prompts_and_a_tracker(rooflax, data, chat, kind, monkeypatch
 
 
 def test_samples_that_cannot_be(rooflax, data):
-    adapter = ("--modules-to-save", "lm_head", "--fine-tune-type", "lora")
+    adapter = ("--fine-tune-type", "lora")
+    whole = (*adapter, "--modules-to-save", "lm_head")
+    experts = (*adapter, "--target-parameters", "experts.down_proj")
     for flags, named in (
-        (NEW, "--config"), (("--tokenizer", "x"), "--tokenizer"), (adapter, "--modules-to-save"),
+        (NEW, "--config"), (("--tokenizer", "x"), "--tokenizer"), (whole, "--modules-to-save"),
+        (experts, "--target-parameters"),
         (("--mesh", "data=2"), "--mesh"), (("--fine-tune-type", "dora"), "--fine-tune-type dora"),
     ):  # fmt: skip
         ran = train(rooflax, *flags, "--sample", "x")

@@ -25,9 +25,9 @@ ALL_LINEAR = "all-linear"
 ELSEWHERE = frozenset({
     "auto_mapping", "base_model_name_or_path", "inference_mode", "megatron_core", "peft_version",
     "qalora_group_size", "revision", "runtime_config", "task_type", "ensure_weight_tying",
-    "lora_dropout",
+    "lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
 })  # fmt: skip
-"""Keys that say nothing about the numbers of a trained adapter."""
+"""Keys that say nothing about the numbers of a trained adapter; the last four how it was begun."""
 DEFAULT_TARGETS = {"gpt2": ("c_attn",), "phi3": ("qkv_proj",)} | dict.fromkeys(
     ("bert", "roberta", "xlm-roberta"), ("query", "value")
 )

@@ -80,6 +80,10 @@ def test_ranks_and_scales_by_pattern(tmp_path):
 def test_a_base_that_was_changed_is_warned_of(tmp_path):
     assert config(tmp_path, init_lora_weights="gaussian").warning is None
     assert "begun with pissa" in config(tmp_path, init_lora_weights="pissa_niter_4").warning
+    keys = {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4, "loftq_iter": 1}}
+    assert "begun with loftq" in config(tmp_path, **keys).warning
+    keys = {"init_lora_weights": "eva", "eva_config": {"rho": 2.0}}
+    assert config(tmp_path, **keys).warning is None
 
 
 @pytest.mark.parametrize(

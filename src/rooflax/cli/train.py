@@ -460,11 +460,15 @@ def _difference(
 
 
 def _digest(parts: dict[str, list[Any]]) -> str:
+    """A digest of the rows; of what JSON has no word for, as dates and images of the hub's, the
+    type."""
     digest = hashlib.sha256()
     for part, rows in parts.items():
         for row in rows:
             try:
-                digest.update(json.dumps([part, *asdict(row).values()]).encode())
+                values = [part, *asdict(row).values()]
+                text = json.dumps(values, default=lambda value: type(value).__qualname__)
+                digest.update(text.encode())
             except RecursionError:
                 raise RequestError(f"{row.name} has a row that is nested too deeply.") from None
     return digest.hexdigest()

@@ -1,5 +1,6 @@
 """`rooflax train`: from a config, from a checkpoint, interrupted, resumed, rejected."""
 
+import datetime
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import pytest
 
 from rooflax import LLM
 from rooflax.cli.main import main
+from rooflax.cli.train import _digest
 from rooflax.errors import RequestError
 from rooflax.loading.load import load
 from rooflax.loading.model_info import embedded_folder
@@ -22,6 +24,7 @@ from rooflax.models.presets import CHAT_NAME
 from rooflax.models.registry import read_config
 from rooflax.train import loop
 from rooflax.train.config import TrainConfig
+from rooflax.train.corpus import Prompt
 from tests.flags import replaced
 from tests.marks import cases
 
@@ -256,6 +259,16 @@ def test_a_dataset_of_the_hub(rooflax, data, monkeypatch):
     assert "20 documents to train on, 3 held out, 2 to test" in ran.err
     ran = train(rooflax, *NEW, data="hub:a/b", out="other")
     assert ran.code == 2 and "row 0 of hub:a/b:train is not a JSON object with messages" in ran.err
+
+
+def test_rows_of_the_hub_may_hold_what_json_has_no_word_for():
+    """Dates, bytes and images, which rewards get as they are."""
+
+    def digest():
+        columns = {"when": datetime.date(2026, 11, 29), "raw": b"x", "image": object()}
+        return _digest({"train": [Prompt("hub:a/b:0", "row 0 of hub:a/b", "x", columns)]})
+
+    assert digest() == digest() and len(digest()) == 64
 
 
 def test_folders_of_chats_with_masks(rooflax, data, chat):

@@ -10,7 +10,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rooflax.errors import CheckpointError, EngineError, RequestError, RewardError
+from rooflax.errors import CheckpointError, EngineError, RequestError
 from rooflax.files import only_writer
 from rooflax.loading.adapter_config import AdapterConfig
 from rooflax.models.adapters import LowRank, adapted
@@ -144,7 +144,7 @@ class Rollouts(Protocol):
         """The batch of a step, with numbers to log.
 
         Raises:
-            RewardError: a reward failed; the run is saved.
+            EngineError: a reward or the engine failed; the run is saved.
         """
         ...
 
@@ -325,8 +325,8 @@ class _Run:
             _check_ids(model, training, "corpus")
         self.config, self.folder, self.held_out = config, folder, held_out
         self._say, self.rollouts, self.sampler = say, rollouts, sampler
-        watches = held_out is not None or (rollouts is not None and rollouts.has_held_out)
-        if (config.patience or config.save_best) and not watches:
+        self.watches = held_out is not None or (rollouts is not None and rollouts.has_held_out)
+        if (config.patience or config.save_best) and not self.watches:
             raise RequestError("`patience` and `save_best` need held-out rows, and there are none.")
         self.model = model.stacked() if config.layers == "scan" else model
         self.rows = training and rows_of(config)(training, config.seq_len, config.seed)
@@ -475,7 +475,7 @@ class _Run:
         with contextlib.closing(self.log), stop_asked() as stop, self.bar(progress) as bar:
             if not was_complete:
                 bar.set_postfix_str("compiling")  # for minutes, perhaps
-            if self.step == 0 and self.config.eval_every:
+            if self._due(self.config.eval_every) and (self.step == 0 or self.lacks_held_out):
                 self.watch()
                 self.sample()
             self.began = time.perf_counter()
@@ -485,31 +485,27 @@ class _Run:
                 self.advance(bar)
             self.settle(bar)
             interrupted = self.step < num_steps and not self.has_lost_patience
-            if self.config.save_best and not interrupted and not was_complete:
-                self.watch()
+            if self.config.save_best and not interrupted:
+                with self.saved_if_it_fails(bar):
+                    self.watch()
             self.save()
             self.take_best(interrupted)
-            if not interrupted and not was_complete:
-                self.sample()
             held_out_loss = test_loss = None
             held_out: dict[str, float] = {}
-            if not interrupted:
-                held_out_loss, held_out = self.evaluate("held-out", None)
-                self.log_held_out(held_out_loss, held_out, whole=True)
-                test_loss, _ = self.evaluate("test", None)
+            with self.saved_if_it_fails(bar):
+                if not interrupted and not was_complete:
+                    self.sample()
+                if not interrupted:
+                    held_out_loss, held_out = self.evaluate("held-out", None)
+                    self.log_held_out(held_out_loss, held_out, whole=True)
+                    test_loss, _ = self.evaluate("test", None)
         result = self.result(held_out_loss, interrupted, was_complete)
         return replace(result, test_loss=test_loss, held_out=held_out)
 
     def advance(self, bar: Any) -> None:
         """One step, and what is due after it."""
-        try:
+        with self.saved_if_it_fails(bar):
             batch, more = self.batch()
-        except RewardError:  # what was trained until now is sound
-            self.settle(bar)
-            if self.step > 0:
-                self.save()
-                self.say(f"the run is saved after step {self.step:,}")
-            raise
         lr = float(self.rate(self.step))
         self.state, metrics = self.train_step(self.state, self.fixed, batch)
         self.settle(bar)
@@ -517,13 +513,32 @@ class _Run:
         self.unsettled = self.step, lr, metrics, more
         if self._due(self.config.eval_every):
             self.settle(bar)
-            self.watch()
-            self.sample()
+            with self.saved_if_it_fails(bar):
+                self.watch()
+                self.sample()
         if self._due(self.config.checkpoint_every):
             self.settle(bar)
             self.save()
         if self.unsettled is None:
             self.began = time.perf_counter()
+
+    @contextlib.contextmanager
+    def saved_if_it_fails(self, bar: Any) -> Iterator[None]:
+        """Saves the run where a reward or the engine fails: what was trained is sound."""
+        try:
+            yield
+        except EngineError:
+            self.settle(bar)
+            if self.step > 0:
+                self.save()
+                self.say(f"the run is saved after step {self.step:,}")
+            raise
+
+    @property
+    def lacks_held_out(self) -> bool:
+        """Whether this step's held-out loss is missing: a reward failed in it."""
+        lines = self.held_out_lines
+        return self.watches and not (lines and lines[-1]["step"] == self.step)
 
     def settle(self, bar: Any) -> None:
         """Awaits the loss of the step before, while the next one runs, and logs it."""
@@ -563,7 +578,7 @@ class _Run:
 
     def watch(self) -> None:
         """A held-out loss on the way, unless this step has one."""
-        if self.held_out_lines and self.held_out_lines[-1]["step"] == self.step:
+        if not self.lacks_held_out:
             return
         loss, more = self.evaluate("held-out", self.config.eval_batches)
         if loss is None:

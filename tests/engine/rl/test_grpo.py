@@ -157,6 +157,22 @@ def test_a_run_whose_reward_fails_goes_on_where_it_was(folder, files):
     assert tiny.comparable(read_log(files / "cut/log.jsonl")) == tiny.comparable(lines)
 
 
+def test_a_run_whose_reward_fails_on_held_out_prompts_goes_on_there(folder, files):
+    config, said = settings(files, steps=4, eval_every=2, checkpoint_every=0), []
+    _, _, lines = run(folder, files, config, files / "whole")
+    counted = "    calls.append(1)\n    assert len(calls) < 4\n    assert len(prompts)"
+    failing = "calls = []\n" + REWARDS.replace("    assert len(prompts)", counted)
+    (files / "rewards.py").write_text(failing)
+    with pytest.raises(RewardError, match="line 6, raised AssertionError"):
+        run(folder, files, config, files / "cut", say=said.append)
+    assert said[-1] == "the run is saved after step 2"
+    (files / "rewards.py").write_text(REWARDS)
+    run(folder, files, config, files / "cut")
+    resumed = read_log(files / "cut/log.jsonl")
+    assert [line["step"] for line in resumed if "held_out_loss" in line] == [0, 2, 4]
+    assert tiny.comparable(resumed) == tiny.comparable(lines)
+
+
 def test_updates_by_the_same_answers_are_clipped(folder, files):
     config = settings(files, num_iterations=3, beta=0.04, steps=3, eval_every=0)
     result, _, lines = run(folder, files, config, files / "run")

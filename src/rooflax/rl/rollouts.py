@@ -16,7 +16,7 @@ import numpy as np
 
 from rooflax.completion import Completion
 from rooflax.engine.sampling_params import SamplingParams
-from rooflax.errors import EngineError, RequestError
+from rooflax.errors import CheckpointError, EngineError, RequestError
 from rooflax.llm import LLM
 from rooflax.models.adapters import adapted
 from rooflax.models.model import Model
@@ -41,6 +41,7 @@ class Rollouts:
 
     Raises:
         RequestError: a prompt leaves no room for an answer, with file and line.
+        CheckpointError: the template or the tokenizer fails on one, with file and line.
     """
 
     def __init__(
@@ -202,8 +203,8 @@ class Rollouts:
                 ids = encode_question(self.llm, row.prompt)
             else:
                 ids = self.llm.encode_chat(row.prompt, tools=row.tools)
-        except RequestError as error:
-            raise RequestError(f"{row.where}: {str(error).rstrip('.')}.") from None
+        except (RequestError, CheckpointError) as error:
+            raise type(error)(f"{row.where}: {str(error).rstrip('.')}.") from None
         longest = min(self.config.seq_len + 1, self.llm.max_model_len)
         room = longest - self.config.max_completion_length
         if not 0 < len(ids) <= room:

@@ -20,6 +20,7 @@ import numpy as np
 
 from rooflax.errors import CheckpointError, RequestError
 from rooflax.files import open_regular, read_regular, replacing
+from rooflax.loading.tokenizer_folder import library_errors
 
 ENCODE_AT_ONCE = 256  # documents
 DTYPES = ("uint16", "uint32")
@@ -125,13 +126,30 @@ def encode_texts(texts: Iterable[str], tokenizer: Any, separator: int) -> Iterat
 
     Args:
         tokenizer: a `tokenizers.Tokenizer`.
+
+    Raises:
+        CheckpointError: the tokenizer fails on a text; those before it are there already.
     """
     for chunk in _chunks(texts, ENCODE_AT_ONCE):
-        for text, encoding in zip(chunk, tokenizer.encode_batch(chunk), strict=True):
+        for text, encoding in zip(chunk, _encodings(chunk, tokenizer), strict=True):
             ids = encoding.ids
             if not ids or ids[-1] != separator:
                 ids = [*ids, separator]
             yield Encoded(ids, None, len(text.encode("utf-8")))
+
+
+def _encodings(texts: list[str], tokenizer: Any) -> Iterator[Any]:
+    failure = "the tokenizer cannot encode this text"
+    try:
+        with library_errors(failure):
+            encodings = tokenizer.encode_batch(texts)
+    except CheckpointError:  # of one of them
+        for text in texts:
+            with library_errors(failure):
+                encoding = tokenizer.encode(text)
+            yield encoding
+    else:
+        yield from encodings
 
 
 def write_corpus(

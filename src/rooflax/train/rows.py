@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rooflax.errors import RequestError
+from rooflax.errors import CheckpointError, RequestError, RooflaxError
 from rooflax.loading.chat_template import encode_answers
 from rooflax.loading.generic_tools import as_text, shows_tools
 from rooflax.loading.messages import repaired
@@ -51,7 +51,8 @@ class RowEncoder:
         prompt, all are held to the length of a row.
 
         Raises:
-            RequestError: the first row that cannot be trained on, with file and line.
+            RequestError, CheckpointError: the first row that cannot be trained on, with file and
+                line.
         """
         if has_whole_rows(rows):
             yield from (one for one in self._encoded(rows, self.config) if one is not None)
@@ -61,8 +62,13 @@ class RowEncoder:
                 f"{rows[0].name} is plain text, which has no prompt to mask; give rows of "
                 f"messages, or of a prompt and a completion."
             )
-        texts = (row.text for row in rows if isinstance(row, Document))
-        yield from encode_texts(texts, self.tokenizer.backend, self.separator)
+        texts, done = (row.text for row in rows if isinstance(row, Document)), 0
+        try:
+            for encoded in encode_texts(texts, self.tokenizer.backend, self.separator):
+                yield encoded
+                done += 1
+        except CheckpointError as error:
+            raise _of_row(rows[done], error) from None
 
     def pairs(self, rows: Sequence[Row]) -> Iterator[Encoded]:
         """Preferences, each as two documents: the prompt with the chosen answer, and with the
@@ -70,7 +76,7 @@ class RowEncoder:
         dropped.
 
         Raises:
-            RequestError: as for `rows`, or of a row that is no preference.
+            RequestError, CheckpointError: as for `rows`, or of a row that is no preference.
         """
         both: list[Row] = []
         for row in rows:
@@ -132,7 +138,7 @@ def encode_row(
     """A row's tokens, and whether each is a target; None is all but the first.
 
     Raises:
-        RequestError: it cannot be encoded, with file and line.
+        RequestError, CheckpointError: it cannot be encoded, with file and line.
     """
     try:
         if isinstance(row, Document):
@@ -149,8 +155,13 @@ def encode_row(
                 return _encode_completion(row, tokenizer, separator, config)
             row = _as_conversation(row)
         return _encode_conversation(row, tokenizer, config)
-    except RequestError as error:
-        raise RequestError(f"{where(row)}: {str(error).rstrip('.')}.") from None
+    except (RequestError, CheckpointError) as error:
+        raise _of_row(row, error) from None
+
+
+def _of_row(row: Row, error: RooflaxError) -> RooflaxError:
+    """An error with the row's file and line."""
+    return type(error)(f"{where(row)}: {str(error).rstrip('.')}.")
 
 
 def _as_conversation(row: PromptCompletion) -> ChatRow:

@@ -1,8 +1,10 @@
 """Rows as tokens: what of them is trained, and the sentences that reject them."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from rooflax.errors import RequestError
+from rooflax.errors import CheckpointError, RequestError
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.train.config import DataConfig
 from rooflax.train.corpus import ChatRow, Document, Preference, PromptCompletion
@@ -136,6 +138,31 @@ def test_rows_that_are_rejected(chatml):
         encode(chatml, [chat(user, answer), Document("b.txt", "x")])
     with pytest.raises(RequestError, match=r"^b\.txt is plain text, which has no prompt to mask"):
         encode(chatml, [Document("b.txt", "x")])
+
+
+def test_faults_of_the_checkpoint_name_the_row_too(base, write_folder, tmp_path):
+    broken = Tokenizer(write_folder(tmp_path, "qwen", chat_template="{{ messages[0].content["))
+    with pytest.raises(CheckpointError, match=r"^line 3 of a\.jsonl: the chat template is not val"):
+        encode(broken, [chat(*MESSAGES)])
+
+    class GivesUp:
+        """As a regular expression that takes too long on some texts."""
+
+        def encode(self, text):
+            if "\t" in text:
+                raise Exception("it gave up")
+            return base.backend.encode(text)
+
+        def encode_batch(self, texts):
+            return list(map(self.encode, texts))
+
+    texts = [Document("a.txt", "good"), Document("b.txt", "\t"), Document("c.txt", "good")]
+    encoder = RowEncoder(SimpleNamespace(backend=GivesUp()), base.eos_id, DataConfig(), 500)
+    rows = encoder.rows(texts)
+    assert next(rows).ids == [*base.encode("good"), base.eos_id]
+    said = r"^b\.txt: the tokenizer cannot encode this text: it gave up\.$"
+    with pytest.raises(CheckpointError, match=said):
+        next(rows)
 
 
 def test_a_template_whose_prefixes_do_not_nest(write_folder, tmp_path):

@@ -319,7 +319,8 @@ def test_requests_load_and_unload_adapters_of_an_allowed_folder(base, adapters, 
         assert answer.status_code == 400 and "has bias = 'all', which" in answer.text
         answer = post("load", "late", lora_path="late")
         assert answer.text == "Success: LoRA adapter 'late' added successfully."
-        assert post("load", "more", lora_path="few").status_code == 400  # no slot is free
+        answer = post("load", "more", lora_path="few")
+        assert answer.status_code == 409 and answer.json()["error"]["code"] == "no_free_slot"
         late = said("late")
         assert late[0] == 200 and late != alone
         body = {

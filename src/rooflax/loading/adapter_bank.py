@@ -103,7 +103,9 @@ class Bank:
             raise RequestError(f"There is an adapter {name!r} already.")
         if None not in self.adapters:
             raise RequestError(
-                f"All {len(self.adapters)} slots hold adapters; start with more `max_loras`."
+                f"All {len(self.adapters)} slots hold adapters; unload one, or start with more "
+                f"`max_loras`.",
+                param="max_loras",
             )
         adapter = _checked(name, open_adapter(folder, info))
         if adapter.rank > self.rank:

@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from rooflax import __version__
 from rooflax.engine.sampling_params import SamplingParams
-from rooflax.errors import UnsupportedModelError
+from rooflax.errors import RequestError, UnsupportedModelError
 from rooflax.fields.sampling import OF_CHECKPOINT, SAMPLING
 from rooflax.server.answers import Json
 from rooflax.server.call_formats import HARMONY
@@ -140,6 +140,10 @@ async def load_lora(service: Service, request: Request, body: Any) -> Response:
         await service.ready().load_lora(name, folder)
     except UnsupportedModelError as error:
         raise ApiError(str(error), param="lora_path") from None
+    except RequestError as error:
+        if error.param != "max_loras":
+            raise
+        raise ApiError(str(error), status=409, code="no_free_slot") from None
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 

@@ -162,7 +162,7 @@ class TrainConfig:
     lora_rank: int = _adapter(
         Whole(1, 4096), "rank", default=8, flags=("--lora-rank", "--lora-r"), metavar="N")
     lora_alpha: float = _adapter(
-        Number(0, above=True), "what B A is multiplied by, over the rank", default=16.0,
+        Number(0, 1e6, above=True), "what B A is multiplied by, over the rank", default=16.0,
         metavar="X")
     lora_dropout: float = _adapter(
         Number(0, 1, below=True), "share of what A multiplies that is dropped in training",

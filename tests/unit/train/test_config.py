@@ -7,6 +7,7 @@ import math
 import pytest
 
 from rooflax.errors import RequestError
+from rooflax.loading.adapter_config import MAX_ALPHA, MAX_RANK
 from rooflax.train.config import MAY_CHANGE, REMAT, TrainConfig
 
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
@@ -39,6 +40,13 @@ def rejected(**given):
 def test_every_field_is_of_one_kind():
     fields = {*POSITIVE, *NOT_NEGATIVE, *NUMBERS, *CHOICES, *FLAGS, *TEXTS, "epochs"}
     assert fields == FIELDS.keys()
+
+
+def test_no_adapter_is_trained_that_is_not_read():
+    lora = {"fine_tune_type": "lora"}
+    make(lora_rank=MAX_RANK, lora_alpha=MAX_ALPHA, **lora)
+    rejected(lora_rank=MAX_RANK + 1, **lora)
+    rejected(lora_alpha=MAX_ALPHA + 1, **lora)
 
 
 @pytest.mark.parametrize("name", TEXTS)

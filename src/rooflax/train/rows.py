@@ -208,6 +208,8 @@ def _encode_completion(
     """Without a template: the prompt and, behind it, the completion."""
     ids, offsets = tokenizer.encode_offsets(row.prompt + row.completion, add_special_tokens=True)
     trained = [end > len(row.prompt) for _, end in offsets]
-    if not ids or ids[-1] != separator:
+    if ids and ids[-1] == separator:
+        trained[-1] = True  # one that the tokenizer adds stands for no characters
+    else:
         ids, trained = [*ids, separator], [*trained, True]
     return ids, trained if config.masks else None

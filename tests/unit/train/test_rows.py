@@ -1,5 +1,6 @@
 """Rows as tokens: what of them is trained, and the sentences that reject them."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -77,6 +78,27 @@ def test_texts_of_prompt_and_completion(chatml, base):
     ((ids, _, _),), _ = encode(base, [row])
     assert ids == [*base.encode("2 + 2 = 4"), base.eos_id]
     assert ids[0] == base.bos_id
+
+
+def test_an_end_that_the_tokenizer_adds_is_trained(base, tmp_path):
+    for name, text in base.files().items():
+        (tmp_path / name).write_bytes(text)
+    stated = json.loads((tmp_path / "tokenizer.json").read_text())
+    end = {"id": "<|eot_id|>", "ids": [base.eos_id], "tokens": ["<|eot_id|>"]}
+    stated["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"Sequence": {"id": "A", "type_id": 0}},
+            {"SpecialToken": {"id": "<|eot_id|>", "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|eot_id|>": end},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stated))
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.encode("x")[-1] == base.eos_id
+    row = PromptCompletion("a.jsonl:1", "line 1 of a.jsonl", "2 + 2 =", " 4")
+    assert trained(tokenizer, row, LAST) == " 4<|eot_id|>"
 
 
 def test_tools_that_a_template_does_not_show(chatml):

@@ -131,7 +131,7 @@ class LoraTraining:
         linear = {module: adapters[module] for module in self.targets}
         weights = adapted_weights(base.family, base.config, weights, linear)
         if seeds is not None and self.dropout > 0:
-            weights = _with_dropout(weights, seeds, self.dropout)
+            weights = _with_dropout(weights, seeds, self.dropout, self._seed)
         for module, target in self.tables.items():
             weights[target.param.key] = matrices[module]["weight"]
         for parameter, target in self.experts.items():
@@ -281,9 +281,10 @@ def _check_stacks(model: Model) -> None:
                 )
 
 
-def _with_dropout(weights: dict[str, Any], seeds: Array, rate: float) -> dict[str, Any]:
+def _with_dropout(weights: dict[str, Any], seeds: Array, rate: float, seed: int) -> dict[str, Any]:
     """Every adapter with a number of its own, by which its dropout differs."""
     numbers = iter(range(1 << 30))
+    key = int(np.random.SeedSequence(seed).generate_state(1)[0]) >> 1  # a seed may have any size
 
     def changed(leaf: Any) -> Any:
         if not isinstance(leaf, Adapted):
@@ -291,6 +292,6 @@ def _with_dropout(weights: dict[str, Any], seeds: Array, rate: float) -> dict[st
         lead = leaf.a.shape[:-2]
         stack = [next(numbers) for _ in range(math.prod(lead))]
         number = jnp.asarray(stack, jnp.int32).reshape(lead)
-        return replace(leaf, dropout=Dropout(seeds, number, rate))
+        return replace(leaf, dropout=Dropout(seeds, number, rate, key))
 
     return jax.tree.map(changed, weights, is_leaf=lambda leaf: isinstance(leaf, Adapted))

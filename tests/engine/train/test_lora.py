@@ -169,18 +169,20 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path, corpora, ki
         np.testing.assert_array_equal(part.magnitude, whole.adapter.matrices[module].magnitude)
 
 
-def test_dropout_is_by_row_whatever_the_micro_batches():
+def test_dropout_is_by_row_and_seed_whatever_the_micro_batches():
     model = tiny.make_model()
     tokens = np.random.RandomState(1).randint(0, tiny.VOCAB, (8, 25)).astype(np.int32)
+    start = jax.tree.map(lambda w: np.asarray(w) + 0.05, stepping(model, CONFIG)[0].weights)
     losses = {}
-    for parts, rate in ((1, 0.5), (4, 0.5), (1, 0.0)):
-        config = dataclasses.replace(CONFIG, micro_batches=parts, lora_dropout=rate)
+    for parts, rate, seed in ((1, 0.5, 0), (4, 0.5, 0), (1, 0.0, 0), (1, 0.5, 2**70)):
+        config = dataclasses.replace(CONFIG, micro_batches=parts, lora_dropout=rate, seed=seed)
         state, step, _ = stepping(model, config)
-        state = dataclasses.replace(state, weights=jax.tree.map(lambda w: w + 0.05, state.weights))
+        state = dataclasses.replace(state, weights=jax.tree.map(jnp.array, start))
         _, metrics = step(state, model, packed(tokens))
-        losses[parts, rate] = float(metrics.loss)
-    assert losses[4, 0.5] == pytest.approx(losses[1, 0.5], abs=1e-5)
-    assert abs(losses[1, 0.5] - losses[1, 0.0]) > 1e-3
+        losses[parts, rate, seed] = float(metrics.loss)
+    assert losses[4, 0.5, 0] == pytest.approx(losses[1, 0.5, 0], abs=1e-5)
+    assert abs(losses[1, 0.5, 0] - losses[1, 0.0, 0]) > 1e-3
+    assert abs(losses[1, 0.5, 0] - losses[1, 0.5, 2**70]) > 1e-4
 
 
 @pytest.mark.parametrize(

@@ -26,14 +26,16 @@ class Dropout:
         seeds: of each row of the batch, whose tokens lie one after the other.
         number: of the adapter.
         rate: the share.
+        seed: of the run.
     """
 
     seeds: Int[Array, " batch"]
     number: Int[Array, "*stack"] | StackMember
     rate: float = field(metadata=STATIC)
+    seed: int = field(metadata=STATIC)
 
     def __call__(self, x: Float[Array, "rows in"]) -> Float[Array, "rows in"]:
-        weight_key = jax.random.fold_in(jax.random.key(0), taken(self.number))
+        weight_key = jax.random.fold_in(jax.random.key(self.seed), taken(self.number))
         keys = jax.vmap(lambda seed: jax.random.fold_in(weight_key, seed))(self.seeds)
         shape = x.shape[0] // self.seeds.shape[0], x.shape[1]
         keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - self.rate, shape))(keys)

@@ -234,6 +234,11 @@ class TrainConfig:
             )
         if self.train_mode != SFT and self.beta is None:
             object.__setattr__(self, "beta", 0.0 if self.train_mode == GRPO else 0.1)
+        if self.train_mode in PREFERENCES and self.lora_dropout:
+            raise RequestError(
+                f"`lora_dropout` is not for `train_mode` {self.train_mode}, which compares two "
+                f"answers without dropout, as TRL does; leave it out."
+            )
         if self.train_mode in PREFERENCES and not self.beta:
             raise RequestError(f"`beta` is 0, by which {self.train_mode} learns nothing.")
         if self.train_mode == GRPO and self.fine_tune_type == DORA:

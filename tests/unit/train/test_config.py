@@ -248,6 +248,12 @@ def test_what_grpo_does_not_go_with(given):
         make(**settings)
 
 
+@pytest.mark.parametrize("mode", ["dpo", "orpo"])
+def test_preferences_are_compared_without_dropout(mode):
+    with pytest.raises(RequestError, match=f"^`lora_dropout` is not for `train_mode` {mode}, whi"):
+        make(fine_tune_type="lora", train_mode=mode, lora_dropout=0.1)
+
+
 def test_lengths_that_no_checkpoint_can_number():
     rejected(steps=10**8)
     rejected(tokens=10**16)

@@ -34,9 +34,8 @@ from rooflax.fields.declaration import read_settings, takes
 from rooflax.fields.kinds import is_whole
 from rooflax.input_processor import InputProcessor
 from rooflax.inputs import Message, Prompt, as_conversations, as_params, as_prompts
-from rooflax.loading.generic_tools import encode_as_text, shows_tools
+from rooflax.loading.generic_tools import as_served
 from rooflax.loading.load import load_plan
-from rooflax.loading.messages import encode, repaired
 from rooflax.loading.model_info import ModelInfo
 from rooflax.loading.plan import Plan, make_plan
 from rooflax.loading.settings import EngineSettings
@@ -188,19 +187,15 @@ class LLM:
             RequestError: the checkpoint has no chat template, or it rejects the messages.
             CheckpointError: the template is not valid, or does something forbidden.
         """
-        template = chat_template if chat_template is not None else self.tokenizer.chat_template
-        plain = repaired(messages, template)
-        is_text = not shows_tools(self.tokenizer, tools, chat_template) and all(
-            isinstance(each, Mapping) for each in plain
-        )
-        return (encode_as_text if is_text else encode)(
+        _, _, ids = as_served(
             self.tokenizer,
-            plain,
+            messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             template=chat_template,
             **(chat_template_kwargs or {}),
         )
+        return ids
 
     def generate(
         self,

@@ -11,7 +11,7 @@ from typing import Any
 
 from rooflax.errors import CheckpointError, RequestError
 from rooflax.loading.chat_template import names
-from rooflax.loading.messages import encode
+from rooflax.loading.messages import Fitted, fitted, repaired
 from rooflax.loading.tokenizer import Tokenizer
 
 _STATED = """\
@@ -47,15 +47,32 @@ def shows_tools(
     return has_own or "tools" in names(text).variables
 
 
-def as_text(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
-) -> list[dict[str, Any]]:
-    """Repaired messages with tools in the first system message, and calls and results as text."""
-    plain = _plain(messages)
-    if not tools or not plain:
-        return plain
-    first, rest = _system(plain)
-    return [_stating(first, tools), *rest]
+def as_served(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template: str | None = None,
+    **form: Any,
+) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None, list[int]]:
+    """A conversation as its template takes it, the tools that this shows, and the token ids:
+    one rendering for all that runs and trains a model.
+
+    Args:
+        messages: as clients store them.
+        tools: JSON schemas; where the template shows none, they are text among the messages.
+        template: in place of the tokenizer's own.
+        form: further variables, as for `encode_chat`.
+
+    Raises:
+        RequestError, CheckpointError: as `repaired` and `encode_chat`.
+    """
+    plain = repaired(messages, template if template is not None else tokenizer.chat_template)
+    if shows_tools(tokenizer, tools, template) or not all(isinstance(m, Mapping) for m in plain):
+        shown, ids = fitted(tokenizer, plain, tools=tools, template=template, **form)
+        return shown, tools, ids
+    shown, ids = _as_text(tokenizer, plain, tools, template=template, **form)
+    return shown, None, ids
 
 
 def _system(plain: list[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -93,27 +110,37 @@ def encode_as_text(
     Raises:
         RequestError, CheckpointError: as `rooflax.loading.messages.encode`.
     """
+    return _as_text(tokenizer, messages, tools, **variables)[1]
+
+
+def _as_text(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    **variables: Any,
+) -> Fitted:
+    """The messages and ids of `encode_as_text`."""
     plain = _plain(messages)
     if not tools or not plain:
-        return encode(tokenizer, plain, **variables)
+        return fitted(tokenizer, plain, **variables)
     first, rest = _system(plain)
 
-    def encoded(first: dict[str, Any]) -> list[int]:
-        return encode(tokenizer, [first, *rest], **variables)
+    def beginning(first: dict[str, Any]) -> Fitted:
+        return fitted(tokenizer, [first, *rest], **variables)
 
-    shown: list[int] | None = None
+    shown: Fitted | None = None
     with suppress(RequestError):
-        shown = encoded(_stating(first, tools))
+        shown = beginning(_stating(first, tools))
     with suppress(RequestError, CheckpointError):  # of a template that wants no blanks
         blank = "\n\n".join(filter(None, (first["content"], " ")))
-        if shown is not None and shown == encoded({**first, "content": blank}):
+        if shown is not None and shown[1] == beginning({**first, "content": blank})[1]:
             shown = None
     users = (n for n, each in enumerate(plain) if each.get("role") == "user")
     at = next((n for n in users if isinstance(plain[n].get("content"), str)), None)
     if shown is not None or at is None:
-        return encoded(_stating(first, tools)) if shown is None else shown
+        return beginning(_stating(first, tools)) if shown is None else shown
     user = {**plain[at], "content": f"{_stated(tools)}\n\n{plain[at]['content']}"}
-    return encode(tokenizer, [*plain[:at], user, *plain[at + 1 :]], **variables)
+    return fitted(tokenizer, [*plain[:at], user, *plain[at + 1 :]], **variables)
 
 
 def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -14,6 +14,8 @@ from rooflax.loading.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles of messages that every template may be given."""
+Fitted = tuple[Sequence[Mapping[str, Any]], list[int]]
+"""Messages as a template takes them, and their token ids."""
 _SYSTEMS = ("system", "developer")
 _CONTENT_IS_NONE = re.compile(r"content['\"\]]*\s+is\s+none")
 """Pattern in templates that tell calls by it, as DeepSeek-R1's; others write None, or fail."""
@@ -212,7 +214,12 @@ def _with_results_in_order(messages: list[Any]) -> list[Any]:
 
 
 def encode(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **form: Any) -> list[int]:
-    """Token ids of repaired messages.
+    """Token ids of repaired messages as they are `fitted`."""
+    return fitted(tokenizer, messages, **form)[1]
+
+
+def fitted(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **form: Any) -> Fitted:
+    """Repaired messages as the template takes them, and their token ids.
 
     Where the template rejects them, or leaves a system message out, the system's messages
     become one at the beginning, and neighbours of one role become one; arguments of calls become
@@ -231,15 +238,15 @@ def encode(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **form: 
         for others in (strict, _with_text(messages), _with_text(strict)):
             if others != messages:
                 with suppress(RequestError):
-                    return encode_chat(tokenizer, others, **form)
+                    return others, encode_chat(tokenizer, others, **form)
         raise
     systems = [number for number, each in enumerate(messages) if _role(each) in _SYSTEMS]
     for hidden in ({*systems} - {0}, {*systems[:-1]}):
         blank = [{**m, "content": ""} if n in hidden else m for n, m in enumerate(messages)]
         with suppress(RequestError, CheckpointError):  # of a template that wants no blanks
             if hidden and encode_chat(tokenizer, blank, **form) == ids:
-                return encode_chat(tokenizer, strict, **form)
-    return ids
+                return strict, encode_chat(tokenizer, strict, **form)
+    return messages, ids
 
 
 def _with_text(messages: Sequence[Any]) -> list[Any]:

@@ -12,8 +12,7 @@ from typing import Any
 
 from rooflax.errors import CheckpointError, RequestError, RooflaxError
 from rooflax.loading.chat_template import encode_answers
-from rooflax.loading.generic_tools import as_text, shows_tools
-from rooflax.loading.messages import repaired
+from rooflax.loading.generic_tools import as_served
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.train.config import DataConfig
 from rooflax.train.corpus import ChatRow, Document, Preference, PromptCompletion, Row
@@ -173,10 +172,9 @@ def _as_conversation(row: PromptCompletion) -> ChatRow:
 def _encode_conversation(
     row: ChatRow, tokenizer: Tokenizer, config: DataConfig
 ) -> tuple[list[int], list[bool] | None]:
-    messages: Sequence[Mapping[str, Any]] = repaired(row.messages, tokenizer.chat_template)
-    tools = row.tools
-    if not shows_tools(tokenizer, tools):
-        messages, tools = as_text(messages, tools), None
+    messages, tools, _ = as_served(
+        tokenizer, row.messages, tools=row.tools, add_generation_prompt=False
+    )
     since = len(messages)  # of answers, none counts
     if config.assistant_only_loss:
         since = 0
@@ -189,12 +187,20 @@ def _encode_conversation(
 def _begin_of_completion(row: ChatRow, messages: Sequence[Mapping[str, Any]]) -> int:
     """The first message whose answer is trained, of those that became of a row's.
 
-    Messages may have been added or joined, as results of tools are; answers stay apart.
+    Messages may have been added or joined, as results of tools are.
+
+    Raises:
+        RequestError: answers were.
     """
     if row.num_prompt is None:
         return len(messages) - 1
     count = sum(map(_is_answer, row.messages[row.num_prompt :]))
     answers = [number for number, message in enumerate(messages) if _is_answer(message)]
+    if len(answers) != sum(map(_is_answer, row.messages)):
+        raise RequestError(
+            "the chat template takes answers that follow each other as one, so that a completion's "
+            "cannot be told from the prompt's"
+        )
     return answers[-count] if count else len(messages)
 
 

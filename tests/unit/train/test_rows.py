@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from rooflax.errors import CheckpointError, RequestError
+from rooflax.loading.generic_tools import as_served
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.train.config import DataConfig
 from rooflax.train.corpus import ChatRow, Document, Preference, PromptCompletion
@@ -131,6 +132,61 @@ def test_results_that_are_joined_move_no_completion(chatml):
     )
     calls = "\n".join(['<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'] * 3)
     assert trained(chatml, row, LAST) == f"{calls}<|im_end|>\nworld<|im_end|>\n"
+
+
+ONE = "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+END = "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+ALTERNATES = (
+    "{% for m in messages %}{% if m.role != ('user', 'assistant')[loop.index0 % 2] %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}" + ONE + END
+)
+SYSTEM_FIRST = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('the system speaks first') }}{% endif %}" + ONE + END
+)
+HIDES = "{% for m in messages if m.role != 'system' %}" + ONE + END
+TEXT_ALONE = (
+    "{% for m in messages %}{% if m.tool_calls %}{{ '<|im_start|>' + m.role + '\\n' }}"
+    "{% for c in m.tool_calls %}{{ c.function.name + c.function.arguments }}{% endfor %}"
+    "{{ '<|im_end|>\\n' }}{% else %}" + ONE + "{% endif %}" + END
+)
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+CALLS = {"tool_calls": [{"id": "1", "function": {"name": "f", "arguments": {"x": 1}}}]}
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "tools", "shown"),
+    [
+        (ALTERNATES, [MESSAGES[1], MESSAGES[3]], None, "hello\n\nagain"),
+        (SYSTEM_FIRST, [MESSAGES[1], MESSAGES[0]], None, "system\nBe brief."),
+        (HIDES, [MESSAGES[1]], (TOOL,), "user\n# Tools"),
+        (
+            TEXT_ALONE,
+            [MESSAGES[1], {"role": "assistant"} | CALLS, {"role": "tool", "content": "2"}],
+            None,
+            'f{"x": 1}',
+        ),
+    ],
+)
+def test_rows_are_rendered_as_they_are_served(
+    write_folder, tmp_path, template, messages, tools, shown
+):
+    """Whatever of them a template rejects or leaves out."""
+    tokenizer = Tokenizer(write_folder(tmp_path, "qwen", chat_template=template))
+    *_, prompt = as_served(tokenizer, messages, tools=tools)
+    row = chat(*messages, MESSAGES[2], tools=tools)
+    for config in (LAST, DataConfig()):
+        ((ids, _, _),), _ = encode(tokenizer, [row], config)
+        assert ids[: len(prompt)] == prompt and shown in text(tokenizer, ids)
+    assert trained(tokenizer, row, LAST) == "world<|im_end|>\n"
+
+
+def test_answers_that_a_template_joins_are_no_completion(write_folder, tmp_path):
+    tokenizer = Tokenizer(write_folder(tmp_path, "qwen", chat_template=ALTERNATES))
+    row = chat(*MESSAGES[1:3], MESSAGES[2], num_prompt=2)
+    with pytest.raises(RequestError, match=r"^line 3 of a\.jsonl: .* takes answers that follow"):
+        encode(tokenizer, [row])
+    assert trained(tokenizer, row, EVERY) == "world\n\nworld<|im_end|>\n"
 
 
 def test_rows_that_are_rejected(chatml):

@@ -23,7 +23,7 @@ MAX_RANK, MAX_ALPHA = 4096, 1_000_000
 MOST_NAMES = 10_000
 ALL_LINEAR = "all-linear"
 ELSEWHERE = frozenset({
-    "auto_mapping", "base_model_name_or_path", "inference_mode", "megatron_core", "peft_version",
+    "auto_mapping", "base_model_name_or_path", "inference_mode", "megatron_core",
     "qalora_group_size", "revision", "runtime_config", "task_type", "ensure_weight_tying",
     "lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
 })  # fmt: skip
@@ -31,6 +31,8 @@ ELSEWHERE = frozenset({
 DEFAULT_TARGETS = {"gpt2": ("c_attn",), "phi3": ("qkv_proj",)} | dict.fromkeys(
     ("bert", "roberta", "xlm-roberta"), ("query", "value")
 )
+EXPERTS_SINCE = "0.19.1"
+"""PEFT that has A and B of experts as they are read here."""
 CHANGED_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 """Ways to begin that change the base model's weights."""
 
@@ -50,6 +52,8 @@ class AdapterConfig:
         modules_to_save: names or ends of paths of modules whose whole weight is in the file.
         target_parameters: ends of paths of experts' parameters to change.
         dropout: of what A multiplies, in training.
+        version: numbers of the PEFT that wrote it; none where it does not say.
+        warning: what is to be said of it.
     """
 
     rank: int = 8
@@ -65,6 +69,7 @@ class AdapterConfig:
     modules_to_save: tuple[str, ...] = ()
     target_parameters: tuple[str, ...] = ()
     dropout: float = 0.0
+    version: tuple[int, ...] = ()
     warning: str | None = None
 
     def changes(self, module: str) -> bool:
@@ -110,7 +115,8 @@ class AdapterConfig:
             base: the model's name.
         """
         targets = self.target_modules
-        return {
+        version = {"peft_version": EXPERTS_SINCE} if self.target_parameters else {}
+        return version | {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": base,
@@ -128,6 +134,12 @@ class AdapterConfig:
             "modules_to_save": list(self.modules_to_save) or None,
             "target_parameters": list(self.target_parameters) or None,
         }
+
+
+def numbers_of(version: str) -> tuple[int, ...]:
+    """Numbers of a version, which ends of developers' ones may follow; none of another text."""
+    match = re.match(r"(\d{1,4})\.(\d{1,4})\.(\d{1,4})", version)
+    return tuple(map(int, match.groups())) if match else ()
 
 
 def is_all_linear(names: object) -> bool:
@@ -215,6 +227,7 @@ class _Reader:
             use_dora=bool(self._take("use_dora", False)),
             modules_to_save=self._texts("modules_to_save"),
             target_parameters=self._texts("target_parameters"),
+            version=numbers_of(str(self._take("peft_version", ""))),
             warning=warning,
         )
         for key, value in self._left.items():

@@ -20,7 +20,14 @@ from typing import Any
 import numpy as np
 
 from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
-from rooflax.loading.adapter_config import AdapterConfig, is_all_linear, named, read_adapter_config
+from rooflax.loading.adapter_config import (
+    EXPERTS_SINCE,
+    AdapterConfig,
+    is_all_linear,
+    named,
+    numbers_of,
+    read_adapter_config,
+)
 from rooflax.loading.gguf_adapter import read_gguf_adapter
 from rooflax.loading.json_files import ADAPTER
 from rooflax.loading.model_info import ModelInfo
@@ -394,6 +401,7 @@ def _experts(
     Raises:
         CheckpointError: the model has none of that name, or a tensor is missing or has another
             shape or type.
+        UnsupportedModelError: PEFT had inputs and outputs the other way round when it wrote them.
     """
     known = expert_targets(info.family, info.config)
     for name in config.target_parameters:
@@ -405,6 +413,13 @@ def _experts(
     experts, present = {}, set(file.names())
     for parameter, names in expert_names(known, config).items():
         target, rank = known[parameter], config.rank_of(parameter)
+        if target.has_outputs_first and config.version < numbers_of(EXPERTS_SINCE):
+            version = ".".join(map(str, config.version)) or "that states no peft_version"
+            raise UnsupportedModelError(
+                f"{file.path} has target_parameters of a PEFT {version}; before {EXPERTS_SINCE} it "
+                f"had A and B of {info.name}'s experts the other way round, so merge the adapter "
+                f"with that PEFT, and name the result."
+            )
         shapes = (target.count * rank, target.inputs), (target.outputs, rank * target.count)
         for name, shape in zip(names, shapes, strict=True):
             if name not in present:

@@ -186,6 +186,11 @@ class ExpertTarget:
     def module(self) -> str:
         return self.parameter.rpartition(".")[0]
 
+    @property
+    def has_outputs_first(self) -> bool:
+        """Whether the parameter is [experts, out, in]."""
+        return isinstance(self.param.line.layout, StackedExperts)
+
     def factors(self, part: LowRank) -> tuple[Any, Any]:
         """scale A [experts, in, rank] and B [experts, rank, out], from A [experts * rank, in] and B
         [out, rank * experts], where neighbours are of one rank."""
@@ -197,7 +202,7 @@ class ExpertTarget:
         """The checkpoint's tensor with an adapter in it, in float32."""
         a, b = self.factors(part)
         change = a @ b
-        if isinstance(self.param.line.layout, StackedExperts):  # [experts, out, in]
+        if self.has_outputs_first:
             change = change.swapaxes(1, 2)
         return tensor.astype(np.float32) + change
 

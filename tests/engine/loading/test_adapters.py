@@ -302,6 +302,19 @@ def test_a_file_that_only_a_merged_model_would_have(case, tmp_path, change, said
         open_adapter(folder, model_info(base.folder), merges=True)
 
 
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [("0.18.1", "PEFT 0.18.1;"), (None, "PEFT that states no"), ("0.19.1.dev0@ab", "lacks")],
+)
+def test_experts_that_an_older_peft_wrote_are_named(case, tmp_path, version, said):
+    """It had [experts, out, in] for [experts, in, out]; square ones would be merged transposed."""
+    info = model_info(case("qwen3_moe").folder)
+    keys = {"target_parameters": ["experts.down_proj"], "peft_version": version}
+    own = write_adapter(tmp_path / "adapter", info, [Q], **keys)
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=said):
+        open_adapter(own, info, merges=True)
+
+
 @pytest.mark.parametrize("name", adapter_cases.MERGED)
 def test_what_only_a_merged_model_has_equals_peft(case, tmp_path, name):
     base = case(adapter_cases.MERGED[name][0])

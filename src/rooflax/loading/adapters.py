@@ -12,8 +12,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -216,17 +217,24 @@ class Merged(DerivedSource):
         self._replaced = {
             stored: weight for stored, weight in by_tensor.items() if stored is not None
         }
-        self._experts: dict[str, tuple[ExpertTarget, LowRank]] = {}
+        self._experts: dict[str, Callable[[np.ndarray], np.ndarray]] = {}
+        sizes = info.config.axis_sizes
         for parameter, (target, a, b) in adapter.experts.items():
-            stored = names.find(target.param.hf_names[0])
-            if stored is None:
+            scale = adapter.config.scale_of(parameter)
+            part = LowRank(adapter.tensor(a), adapter.tensor(b), scale)
+            whole = names.find(target.param.hf_names[0])
+            apart = [] if target.apart is None else list(map(names.find, target.apart.hf_names))
+            if whole is not None:
+                self._experts[whole] = partial(target.merged, part=part)
+            elif apart and None not in apart:
+                for index, name in enumerate(filter(None, apart)):
+                    how = partial(target.merged_apart, part=part, index=index, sizes=sizes)
+                    self._experts[name] = how
+            else:
                 raise UnsupportedModelError(
                     f"{adapter.folder} changes {parameter}, which is no tensor of {info.name}, so "
                     f"that it cannot be merged; take a checkpoint that has it in floating point."
                 )
-            scale = adapter.config.scale_of(parameter)
-            part = LowRank(adapter.tensor(a), adapter.tensor(b), scale)
-            self._experts[stored] = target, part
 
     def names(self) -> list[str]:
         return self._source.names()
@@ -242,8 +250,7 @@ class Merged(DerivedSource):
             return self._adapter.tensor(self._replaced[name])
         array = self._source.read(name)
         if name in self._experts:
-            experts, part = self._experts[name]
-            return experts.merged(np.asarray(array), part)
+            return self._experts[name](np.asarray(array))
         target = self._targets.get(name)
         if target is None:
             return array

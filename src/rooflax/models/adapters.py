@@ -27,6 +27,7 @@ from rooflax.nn.tensor_layouts import (
     HeadRows,
     Linear,
     Parallel,
+    PerExpert,
     Rows,
     Shape,
     StackedExperts,
@@ -174,6 +175,8 @@ class ExpertTarget:
         count: of the experts.
         inputs, outputs: features of each.
         parameter: its path.
+        apart: the weight with a line of which each expert has tensors of its own, as some
+            checkpoints have it; None where none does.
     """
 
     param: Param
@@ -181,6 +184,7 @@ class ExpertTarget:
     inputs: int
     outputs: int
     parameter: str
+    apart: Param | None = None
 
     @property
     def module(self) -> str:
@@ -206,6 +210,24 @@ class ExpertTarget:
             change = change.swapaxes(1, 2)
         return tensor.astype(np.float32) + change
 
+    def merged_apart(
+        self, tensor: np.ndarray, part: LowRank, index: int, sizes: Mapping[str, int]
+    ) -> np.ndarray:
+        """A tensor of one expert with an adapter in it, in float32.
+
+        Args:
+            index: of the tensor among `apart`'s.
+        """
+        assert self.apart is not None
+        layout = self.apart.line.layout
+        assert isinstance(layout, PerExpert)
+        shape, out_shape = self.apart.line.in_out_shape(sizes)
+        expert, index = divmod(index, len(layout.each.hf_shapes(shape[1:], out_shape)))
+        a, b = (factor[expert] for factor in self.factors(part))
+        order = _expert_order(self.param.line.layout, out_shape)
+        change = (a @ b[:, order]).reshape(*shape[1:], *out_shape)
+        return tensor.astype(np.float32) + layout.each.split(change, shape[1:])[index]
+
     def adapted(self, leaf: Any, part: LowRank, sizes: Mapping[str, int]) -> Any:
         """Our weight with an adapter in it, in float32; it has no gradient itself."""
         shape, out_shape = self.param.line.in_out_shape(sizes)
@@ -230,15 +252,22 @@ def expert_targets(name: str, config: Decoder) -> dict[str, ExpertTarget]:
     prefixes: tuple[str, ...] = getattr(family(name), "HF_PREFIXES", ("model.", ""))
     sizes, experts = config.axis_sizes, dict[str, ExpertTarget]()
     for param in config.params():
-        for line in param.line.places if param.layer is not None else ():
+        places = param.line.places if param.layer is not None else ()
+        apart = next((replace(param, line=line) for line in places if _is_apart(line)), None)
+        for line in places:
             if line.num_stacked != 1 or "->" not in line.axes or len(line.names) != 1:
                 continue
             placed = replace(param, line=line)
             path = prefixes[0] + placed.hf_names[0].removeprefix(prefixes[0])
             (count, *inner), outer = line.in_out_shape(sizes)
-            target = ExpertTarget(placed, count, math.prod(inner), math.prod(outer), path)
+            sides = math.prod(inner), math.prod(outer)
+            target = ExpertTarget(placed, count, *sides, path, apart)
             experts.setdefault(path, target)  # the family's own layout comes first
     return experts
+
+
+def _is_apart(line: WeightLine) -> bool:
+    return isinstance(line.layout, PerExpert) and not isinstance(line.layout, StackedExperts)
 
 
 def _is_adaptable(line: WeightLine) -> bool:

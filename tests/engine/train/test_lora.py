@@ -229,6 +229,31 @@ def test_what_was_trained_is_what_is_saved_and_run(case, tmp_path, kind, setting
     assert said["use_rslora"] and said["r"] == 4 and said["use_dora"] == (kind == "dora")
 
 
+@pytest.mark.parametrize("variant", cases(["qwen3_moe", "mixtral"], default=["qwen3_moe"]))
+def test_experts_that_the_checkpoint_has_apart_are_merged(case, tmp_path, variant):
+    """transformers has them as one parameter, as an adapter has it."""
+    base = case(variant)
+    names = "mlp.experts.gate_up_proj,mlp.experts.down_proj"
+    config = dataclasses.replace(CONFIG, target_modules="q_proj", target_parameters=names)
+    lora, info = LoraTraining(base.model, config), model_info(base.folder)
+    random = np.random.default_rng(0)
+    matrices = {
+        module: {k: jnp.asarray(random.normal(0, 0.05, w.shape), w.dtype) for k, w in each.items()}
+        for module, each in lora.start().items()
+    }
+    save_adapter(
+        tmp_path / "a", lora.adapters(matrices), lora.config, name=info.family, model=info.config,
+        base="base",
+    )  # fmt: skip
+    rows = adapter_cases.batches()[0]
+    total, count, _ = make_eval_step(base.model, config, lora)(matrices, base.model, packed(rows))
+    adapter = open_adapter(tmp_path / "a", info, merges=True)
+    assert len(adapter.experts) == 2 * info.config.num_layers
+    scores = LLM(fused(info, adapter), dtype="float32").score([row.tolist() for row in rows])
+    mean = -np.concatenate(scores).mean()
+    assert mean == pytest.approx(float(total) / float(count), abs=1e-5)
+
+
 def test_outputs_without_weights_run_as_they_were_trained(tmp_path):
     """DoRA has no length to bring them to: only A and B are trained, and what is saved says so."""
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
+from rooflax.loading import mxfp4
 from rooflax.loading.adapter_config import (
     EXPERTS_SINCE,
     AdapterConfig,
@@ -218,6 +219,7 @@ class Merged(DerivedSource):
             stored: weight for stored, weight in by_tensor.items() if stored is not None
         }
         self._experts: dict[str, Callable[[np.ndarray], np.ndarray]] = {}
+        self._halves: dict[str, tuple[str, str]] = {}  # of MXFP4, in whose place numbers come
         sizes = info.config.axis_sizes
         for parameter, (target, a, b) in adapter.experts.items():
             scale = adapter.config.scale_of(parameter)
@@ -226,6 +228,8 @@ class Merged(DerivedSource):
             apart = [] if target.apart is None else list(map(names.find, target.apart.hf_names))
             if whole is not None:
                 self._experts[whole] = partial(target.merged, part=part)
+                if names.is_mxfp4(whole):
+                    self._halves[whole] = mxfp4.names(whole)
             elif apart and None not in apart:
                 for index, name in enumerate(filter(None, apart)):
                     how = partial(target.merged_apart, part=part, index=index, sizes=sizes)
@@ -237,18 +241,26 @@ class Merged(DerivedSource):
                 )
 
     def names(self) -> list[str]:
-        return self._source.names()
+        halves = {half for both in self._halves.values() for half in both}
+        return [name for name in self._source.names() if name not in halves] + [*self._halves]
+
+    def stored(self, name: str) -> tuple[str, ...]:
+        return self._halves.get(name, (name,))
 
     def info(self, name: str) -> TensorInfo:
-        info = self._source.info(name)
+        infos = [self._source.info(stored) for stored in self.stored(name)]
         if not any(name in each for each in (self._targets, self._replaced, self._experts)):
-            return info
-        return TensorInfo("F32", info.shape, 4 * math.prod(info.shape))
+            return infos[0]
+        shape = infos[0].shape
+        if name in self._halves:
+            shape = mxfp4.dequantized_shape(name, *(info.shape for info in infos))
+        return TensorInfo("F32", shape, 4 * math.prod(shape))
 
     def read(self, name: str) -> np.ndarray:
         if name in self._replaced:
             return self._adapter.tensor(self._replaced[name])
-        array = self._source.read(name)
+        arrays = [self._source.read(stored) for stored in self.stored(name)]
+        array = mxfp4.dequantize(*arrays) if name in self._halves else arrays[0]
         if name in self._experts:
             return self._experts[name](np.asarray(array))
         target = self._targets.get(name)

@@ -229,9 +229,11 @@ def test_what_was_trained_is_what_is_saved_and_run(case, tmp_path, kind, setting
     assert said["use_rslora"] and said["r"] == 4 and said["use_dora"] == (kind == "dora")
 
 
-@pytest.mark.parametrize("variant", cases(["qwen3_moe", "mixtral"], default=["qwen3_moe"]))
-def test_experts_that_the_checkpoint_has_apart_are_merged(case, tmp_path, variant):
-    """transformers has them as one parameter, as an adapter has it."""
+@pytest.mark.parametrize(
+    "variant", cases(["qwen3_moe", "mixtral", "gpt_oss_mxfp4"], nightly=["mixtral"])
+)
+def test_experts_that_the_checkpoint_has_otherwise_are_merged(case, tmp_path, variant):
+    """Each apart, or in codes; an adapter has them as one parameter, as transformers has."""
     base = case(variant)
     names = "mlp.experts.gate_up_proj,mlp.experts.down_proj"
     config = dataclasses.replace(CONFIG, target_modules="q_proj", target_parameters=names)

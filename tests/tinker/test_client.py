@@ -109,9 +109,9 @@ def test_rewards_raise_what_they_reward(client, server):
                 )
         rewards.append(float(np.mean(means)))
         forward = training.forward_backward(data, "importance_sampling")
-        step = training.optim_step(types.AdamParams(learning_rate=1e-2))
+        step = training.optim_step(types.AdamParams(learning_rate=3e-3))
         assert len(forward.result().loss_fn_outputs) == 32
-        assert step.result().metrics["grad_norm"] > 0
+        assert step.result().metrics["step"] == len(rewards)
     print("rewards", [round(each, 3) for each in rewards])
     assert rewards[-1] > rewards[0] + 0.2
     path = training.save_weights_for_sampler("last").result().path

@@ -92,13 +92,13 @@ def data(weight=1.0):
 
 
 def step(trains, run):
-    body = {"model_id": run, "adam_params": ADAM, "seq_id": 2, "type": "optim_step"}
+    body = {"model_id": run, "adam_params": ADAM, "seq_id": next(bodies.numbers)}
     return ask(trains, "optim_step", body)
 
 
 def sample_body(sampler, **changes):
     return {
-        "sampling_session_id": sampler, "seq_id": 0, "num_samples": 2,
+        "sampling_session_id": sampler, "seq_id": next(bodies.numbers), "num_samples": 2,
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 9, 3]}]},
         "sampling_params": {"max_tokens": 5, "temperature": 1.0, "top_k": -1, "top_p": 1.0,
                             "seed": 3, "stop": []},
@@ -195,6 +195,23 @@ def test_requests_of_many_clients_at_once_are_answered_alike(trains, run):
     assert [[tokens for tokens, _, _ in one] for one in answers] == [
         [tokens for tokens, _, _ in alone]
     ] * 6
+
+
+def test_a_request_that_is_sent_again_counts_once(trains, run):
+    """As clients do after a lost connection."""
+    body = bodies.forward_body(run, data())
+    first, again = (post(trains, "forward_backward", body) for _ in range(2))
+    assert first == again
+    norm = step(trains, run)["metrics"]["grad_norm"]
+    ask(trains, "forward_backward", bodies.forward_body(run, data()))
+    ask(trains, "forward_backward", bodies.forward_body(run, data()))
+    assert step(trains, run)["metrics"]["grad_norm"] > 1.5 * norm
+    sampled = sample_body(
+        ask(trains, "save_weights_for_sampler", {"model_id": run, "sampling_session_seq_id": 3})[
+            "sampling_session_id"
+        ]
+    )
+    assert post(trains, "asample", sampled) == post(trains, "asample", sampled)
 
 
 def test_an_error_is_the_clients_and_nobody_elses(trains, run):

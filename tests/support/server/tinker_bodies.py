@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import numpy as np
 
 TYPES = {"<f4": 1, "<i8": 2}
+numbers = itertools.count(1)
+"""Of requests; the client numbers those of each run."""
 
 
 def varint(value: int) -> bytes:
@@ -49,7 +52,7 @@ def forward_body(
     forward_only: bool = False,
     settings: Mapping[str, float] | None = None,
 ) -> bytes:
-    body = field(1, model_id.encode()) + whole(2, 1)
+    body = field(1, model_id.encode()) + whole(2, next(numbers))
     body += b"".join(field(3, one) for one in data) + field(4, loss.encode())
     for name, value in (settings or {}).items():
         number = varint(8 + 1) + struct.pack("<d", value)

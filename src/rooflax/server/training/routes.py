@@ -227,7 +227,7 @@ def create_model(service: TrainingService, body: CreateModel) -> Response:
         trainer.create(model_id, shape)
         return {"type": "create_model", "model_id": model_id}
 
-    return _promised(service, create, model_id=model_id)
+    return _promised(service, create, model_id=model_id, seq_id=0)
 
 
 def get_info(service: TrainingService, body: OfModel) -> Response:
@@ -261,7 +261,7 @@ def forward_backward(service: TrainingService, body: wire.ForwardRequest) -> Res
         )
         return wire.write_outcome(outcome)
 
-    return _promised(service, forward, model_id=body.model_id)
+    return _promised(service, forward, model_id=body.model_id, seq_id=body.seq_id or None)
 
 
 def optim_step(service: TrainingService, body: OptimStep) -> Response:
@@ -277,6 +277,7 @@ def optim_step(service: TrainingService, body: OptimStep) -> Response:
         service,
         lambda: {"metrics": trainer.step(body.model_id, settings)},
         model_id=body.model_id,
+        seq_id=body.seq_id,
     )
 
 
@@ -289,7 +290,7 @@ def save_weights(service: TrainingService, body: SaveWeights) -> Response:
         path = trainer.save(body.model_id, WEIGHTS, name, overwrites=body.overwrite)
         return {"type": "save_weights", "path": path}
 
-    return _promised(service, save, model_id=body.model_id)
+    return _promised(service, save, model_id=body.model_id, seq_id=body.seq_id)
 
 
 def save_for_sampler(service: TrainingService, body: SaveForSampler) -> Response:
@@ -304,7 +305,7 @@ def save_for_sampler(service: TrainingService, body: SaveForSampler) -> Response
         def save() -> Result:
             return answer | {"path": trainer.save(model_id, SAMPLER, name)}
 
-        return _promised(service, save, model_id=model_id)
+        return _promised(service, save, model_id=model_id, seq_id=body.seq_id)
     if body.sampling_session_seq_id is None:
         raise ApiError("Give path, or sampling_session_seq_id.", param="path")
     session_id = model_id.partition(":")[0]
@@ -314,7 +315,7 @@ def save_for_sampler(service: TrainingService, body: SaveForSampler) -> Response
         trainer.publish(model_id, sampler_id)
         return answer | {"sampling_session_id": sampler_id}
 
-    return _promised(service, publish, model_id=model_id)
+    return _promised(service, publish, model_id=model_id, seq_id=body.seq_id)
 
 
 def load_weights(service: TrainingService, body: LoadWeights) -> Response:
@@ -333,7 +334,8 @@ def load_weights(service: TrainingService, body: LoadWeights) -> Response:
         trainer.load(model_id, body.path, has_optimizer=body.optimizer)
         return {"type": "load_weights", "path": body.path, "model_id": model_id}
 
-    return _promised(service, load, model_id=model_id)
+    seq_id = 0 if body.model_id is None else body.seq_id
+    return _promised(service, load, model_id=model_id, seq_id=seq_id)
 
 
 async def create_sampler(service: TrainingService, body: CreateSampler) -> Response:
@@ -382,7 +384,8 @@ def sample(service: TrainingService, body: Sample) -> Response:
             param="prompt_logprobs_last_n",
         )
     make = partial(_sampled, keeps=len(ids) - 1 if last is None else last)
-    request_id = service.work.submit(Task(sample=(model, ids, params, make)))
+    key = None if body.seq_id is None else ("sample", body.sampling_session_id, body.seq_id)
+    request_id = service.work.submit(Task(sample=(model, ids, params, make), key=key))
     names = [f"{request_id}:{number}" for number in range(body.num_samples)]
     return Json({"request_id": request_id, "sample_sequence_ids": names})
 
@@ -592,9 +595,16 @@ async def _finish(service: TrainingService, request: Request) -> Response:
     return Json({})
 
 
-def _promised(service: TrainingService, do: Callable[[], Result], *, model_id: str) -> Response:
-    """The answer to a request whose result is asked for later."""
-    return Json({"request_id": service.work.submit(Task(do)), "model_id": model_id})
+def _promised(
+    service: TrainingService, do: Callable[[], Result], *, model_id: str, seq_id: int | None = None
+) -> Response:
+    """The answer to a request whose result is asked for later.
+
+    Args:
+        seq_id: the request's number among those of its run; one that is sent again has the same.
+    """
+    task = Task(do, key=None if seq_id is None else ("run", model_id, seq_id))
+    return Json({"request_id": service.work.submit(task), "model_id": model_id})
 
 
 def _name(path: str | None) -> str:

@@ -45,6 +45,8 @@ class Task:
         sample: of a request for samples in its place: the sampler, the prompt, its parameters, and
             what makes a result of the completions.
         until_s: when its result may go, by the monotonic clock.
+        key: the same of the same request that is sent again, as after a lost connection; None of
+            one that has none.
     """
 
     do: Callable[[], Result] | None = None
@@ -53,6 +55,7 @@ class Task:
     )
     done: Future[Result] = field(default_factory=Future)
     until_s: float = float("inf")
+    key: tuple[Any, ...] | None = None
 
 
 class Work:
@@ -62,26 +65,23 @@ class Work:
         self._trainer = trainer
         self._waiting = deque[Task]()
         self._tasks: dict[str, Task] = {}
+        self._by_key: dict[tuple[Any, ...], str] = {}
         self._changed = threading.Condition()
         self._is_ended = self._is_busy = False
         self._thread = threading.Thread(target=self._run, name="rooflax-trainer", daemon=True)
         self._thread.start()
 
     def submit(self, task: Task) -> str:
-        """The id by which the result is asked for.
+        """The id by which the result is asked for; of a request that came before, the same.
 
         Raises:
             ApiError: 429, too much waits.
         """
         now, request_id = time.monotonic(), secrets.token_hex(12)
         with self._changed:
-            for old in [key for key, one in self._tasks.items() if one.until_s < now]:
-                del self._tasks[old]
-            spare = len(self._tasks) - MOST_KEPT
-            for old in [key for key, one in self._tasks.items() if one.done.done()][
-                : max(spare, 0)
-            ]:
-                del self._tasks[old]
+            self._forget(now)
+            if task.key in self._by_key:
+                return self._by_key[task.key]
             if len(self._waiting) >= MOST_WAITING:
                 raise ApiError(
                     f"{MOST_WAITING} requests wait; try again later.",
@@ -90,9 +90,20 @@ class Work:
                     headers={"Retry-After": "1"},
                 )
             self._tasks[request_id] = task
+            if task.key is not None:
+                self._by_key[task.key] = request_id
             self._waiting.append(task)
             self._changed.notify()
         return request_id
+
+    def _forget(self, now: float) -> None:
+        """Lets go of results that were kept long enough, and of the oldest beyond the most."""
+        done = [name for name, one in self._tasks.items() if one.done.done()]
+        spare = done[: max(len(self._tasks) - MOST_KEPT, 0)]
+        for name in {*spare, *(name for name in done if self._tasks[name].until_s < now)}:
+            key = self._tasks.pop(name).key
+            if key is not None:
+                del self._by_key[key]
 
     async def result(self, request_id: str, wait_s: float | None = None) -> Result | None:
         """A request's result; None if it is not there after `wait_s` seconds, if there is a limit.

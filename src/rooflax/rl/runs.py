@@ -125,7 +125,9 @@ class AdamSettings:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             most = 1.0 if name.startswith("beta") else float("inf")
-            if not 0 <= value < most:
+            with np.errstate(over="ignore"):
+                fits = 0 <= np.float32(value) < most
+            if not fits:
                 raise RequestError(f"{name} is {value}; it must be from 0 to below {most:g}.")
 
 
@@ -225,6 +227,9 @@ class Run:
         if not np.isfinite(total):
             raise RequestError(f"The loss is {total}, and its gradients were dropped.")
         if gradients is not None:
+            norm = float(_norm(gradients))
+            if not np.isfinite(norm):
+                raise RequestError(f"The gradients' norm is {norm}, and they were dropped.")
             before = self.gradients
             self.gradients = (
                 gradients if before is None else jax.tree.map(jnp.add, before, gradients)
@@ -235,15 +240,18 @@ class Run:
         """One step of AdamW by the gradients since the last one; numbers of it by name.
 
         Raises:
-            RequestError: there are none, or they are not finite and were dropped.
+            RequestError: there are none, or the weights would not be finite.
         """
         if self.gradients is None:
             raise RequestError("There are no gradients; send forward_backward before optim_step.")
         gradients, self.gradients = self.gradients, None
         numbers = {name: np.float32(value) for name, value in vars(settings).items()}
-        after, norm = _adam_step(self.state, gradients, numbers)
-        if not np.isfinite(float(norm)):
-            raise RequestError(f"The gradients' norm is {float(norm)}, and they were dropped.")
+        after, norm, size = _adam_step(self.state, gradients, numbers)
+        if not np.isfinite(float(size)):
+            raise RequestError(
+                f"The step of gradients with the norm {float(norm):g} gives weights that are not "
+                f"finite; it was not made."
+            )
         self.state = after
         return {"grad_norm": float(norm), "step": float(after.step)}
 
@@ -281,6 +289,8 @@ def check(name: str, data: Sequence[Datum], settings: Mapping[str, float], llm: 
                     f"{key} of {where} has the shape {list(values.shape)}, and its row {count} "
                     f"tokens."
                 )
+        if datum.inputs[TARGETS].dtype.kind != "i":
+            raise RequestError(f"{TARGETS} of {where} are no whole numbers.")
         for key, ids in (("model_input", datum.tokens), (TARGETS, datum.inputs[TARGETS])):
             if ids.min() < 0 or ids.max() >= vocab_size:
                 raise RequestError(f"{key} of {where} holds what is no token id.")
@@ -352,8 +362,8 @@ def _backward(
 
 
 @jax.jit
-def _adam_step(state: TrainState, gradients: Any, settings: Any) -> tuple[TrainState, Any]:
-    """The state after a step, and the gradients' norm before they were clipped."""
+def _adam_step(state: TrainState, gradients: Any, settings: Any) -> tuple[TrainState, Any, Any]:
+    """The state after a step, the gradients' norm before they were clipped, and the weights'."""
     norm, most = global_norm(gradients), settings["grad_clip_norm"]
     factor = jnp.where((most > 0) & (norm > most), most / norm, 1.0)
     clipped = jax.tree.map(lambda grad: grad * factor, gradients)
@@ -367,7 +377,10 @@ def _adam_step(state: TrainState, gradients: Any, settings: Any) -> tuple[TrainS
     with jax.numpy_dtype_promotion("standard"):
         updates, moments = optimizer.update(clipped, state.opt_state, state.weights)
         weights: Any = optax.apply_updates(state.weights, updates)
-    return TrainState(weights, moments, state.step + 1), norm
+    return TrainState(weights, moments, state.step + 1), norm, global_norm(weights)
+
+
+_norm = jax.jit(global_norm)
 
 
 def fresh_state(weights: Matrices) -> TrainState:

@@ -21,7 +21,7 @@ from rooflax.rl.runs import AdamSettings, Datum, LoraShape, Outcome, Run, check
 MOST_SESSIONS, MOST_RUNS, MOST_SAMPLERS = 1024, 16, 16
 """Sessions, runs of all of them, and samplers of each, that are kept in memory."""
 LOST_S = 600.0
-"""Seconds without a word of a client after which its runs may go to make room."""
+"""Seconds without a word of a client after which its session ends."""
 
 
 @dataclass
@@ -57,16 +57,18 @@ class Trainer:
         self.store = RunStore(folder, llm.info)
         self.sessions: dict[str, Session] = {}
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model has weights that no adapter of a run is beside."""
+        return any(param.line.num_stacked for param in self.base.config.params())
+
     def begin(self, session_id: str) -> None:
         """Begins a session.
 
         Raises:
             RequestError: there are too many whose clients live.
         """
-        now = time.monotonic()
-        if len(self.sessions) >= MOST_SESSIONS:
-            for other in [k for k, one in self.sessions.items() if now - one.seen_s > LOST_S]:
-                self.end(other)
+        self._end_lost()
         if len(self.sessions) >= MOST_SESSIONS:
             raise RequestError(f"{MOST_SESSIONS} sessions are open; end one.")
         self.sessions[session_id] = Session()
@@ -81,6 +83,13 @@ class Trainer:
         session = self.sessions[session_id]
         session.seen_s = time.monotonic()
         return session
+
+    def _end_lost(self) -> None:
+        """Ends the sessions whose clients were not heard for long; they beat every ten seconds."""
+        now = time.monotonic()
+        for name, session in list(self.sessions.items()):
+            if now - session.seen_s > LOST_S:
+                self.end(name)
 
     def end(self, session_id: str) -> None:
         """Lets go of all that a client has in memory; what it saved stays."""
@@ -117,13 +126,9 @@ class Trainer:
         session.runs[run_id] = self.store.run(path, self.base, has_optimizer=has_optimizer)
 
     def _with_room(self, run_id: str) -> Session:
-        """The session of a run to begin; of clients that were not heard for long the runs go."""
+        """The session of a run to begin."""
         session = self.session(session_of(run_id))
-        now = time.monotonic()
-        for other in list(self.sessions.values()):
-            if self._num_runs >= MOST_RUNS and now - other.seen_s > LOST_S:
-                other.runs.clear()
-                other.samplers.clear()
+        self._end_lost()
         if self._num_runs >= MOST_RUNS:
             raise RequestError(
                 f"{MOST_RUNS} training runs are in memory, and no more fit; end a session."
@@ -174,9 +179,10 @@ class Trainer:
 
     def _add(self, sampler_id: str, model: Model) -> None:
         samplers = self.session(session_of(sampler_id)).samplers
+        self._end_lost()
         samplers[sampler_id] = model
         for oldest in list(samplers)[: max(len(samplers) - MOST_SAMPLERS, 0)]:
-            del samplers[oldest]
+            samplers.pop(oldest, None)
 
     def sampler(self, sampler_id: str) -> Model:
         """

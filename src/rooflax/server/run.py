@@ -172,10 +172,10 @@ class ServerRunner:
     async def _drained(self) -> None:
         assert self._server is not None
         deadline = time.monotonic() + self._settings.drain_s
-        while self.service.open and time.monotonic() < deadline:
+        while self.service.num_open and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        if self.service.open and self.service.engine is not None:
-            self.service.cancelled["drain"] += self.service.open
+        if self.service.num_open and self.service.engine is not None:
+            self.service.cancelled["drain"] += self.service.num_open
             await self.service.engine.shutdown(drain=False)
             await asyncio.sleep(0.1)  # streams say why they end
         self._ends()

@@ -101,6 +101,11 @@ class Service:
         return self._state
 
     @property
+    def num_open(self) -> int:
+        """What a drain waits for."""
+        return self.open
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Under which the model is served, and then its adapters."""
         base_names = self.base_names

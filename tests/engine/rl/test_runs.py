@@ -295,6 +295,7 @@ def bad_row(**changes):
         ("cross_entropy", bad_row(target_tokens=np.full(4, 10**9)), {}, "no token id"),
         ("cross_entropy", bad_row(weights=np.ones(3)), {}, r"has the shape \[3\]"),
         ("cross_entropy", bad_row(weights=np.array([1, math.inf, 1, 1])), {}, "NaN or infinity"),
+        ("cross_entropy", bad_row(target_tokens=np.ones(4)), {}, "no whole numbers"),
         ("cross_entropy", bad_row(other=np.ones(4)), {}, "has other, target_tokens, weights"),
     ],
 )  # fmt: skip
@@ -310,13 +311,27 @@ def test_numbers_that_are_not_finite_change_nothing(trainer):
     with pytest.raises(RequestError, match="loss is"):
         trainer.forward("s:train:0", "cross_entropy", data * 9, {}, backward=True)
     assert run.gradients is None
+    inputs = {"logprobs": np.full(4, -200.0), "advantages": np.ones(4)}
+    data = bad_row(**inputs)
+    del data[0].inputs["weights"]
+    with pytest.raises(RequestError, match="norm is"):  # of a clipped ratio beyond float32
+        trainer.forward("s:train:0", "ppo", data, {}, backward=True)
+    assert run.gradients is None
     with pytest.raises(RequestError, match="no gradients"):
         trainer.step("s:train:0", AdamSettings())
     assert run.state is before
 
 
 @pytest.mark.parametrize(
-    "values", [{"learning_rate": -1.0}, {"beta1": 1.0}, {"beta2": math.nan}, {"eps": math.inf}]
+    "values",
+    [
+        {"learning_rate": -1.0},
+        {"learning_rate": 1e300},
+        {"beta1": 1.0},
+        {"beta1": 0.99999999},
+        {"beta2": math.nan},
+        {"eps": math.inf},
+    ],
 )
 def test_settings_of_adamw_are_checked(values):
     with pytest.raises(RequestError, match="it must be from 0"):

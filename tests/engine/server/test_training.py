@@ -197,6 +197,30 @@ def test_requests_of_many_clients_at_once_are_answered_alike(trains, run):
     ] * 6
 
 
+def test_requests_without_a_seed_differ(trains, run, session):
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL}
+    made = post(trains, "create_sampling_session", body)["sampling_session_id"]
+    params = {"max_tokens": 8, "temperature": 1.0, "stop": []}
+    drawn = {
+        tuple(
+            bodies.samples(ask(trains, "asample", sample_body(made, sampling_params=params)))[0][0][
+                0
+            ]
+        )
+        for _ in range(3)
+    }
+    assert len(drawn) == 3
+
+
+def test_a_session_that_ended_is_gone(trains):
+    body = {"tags": [], "user_metadata": None, "sdk_version": "0"}
+    name = post(trains, "create_session", body)["session_id"]
+    assert post(trains, "session_heartbeat", {"session_id": name}) == {"type": "session_heartbeat"}
+    post(trains, f"sessions/{name}/finish", {})
+    gone = post(trains, "session_heartbeat", {"session_id": name}, status=410)
+    assert "it ended" in gone["error"]["message"]
+
+
 def test_a_request_that_is_sent_again_counts_once(trains, run):
     """As clients do after a lost connection."""
     body = bodies.forward_body(run, data())
@@ -238,6 +262,7 @@ def test_an_error_is_the_clients_and_nobody_elses(trains, run):
         ("create_model", {"session_id": "gone"}, "There is no session 'gone'"),
         ("create_model", {"surprise": 1}, "unknown field `surprise`"),
         ("create_model", {"model_seq_id": "x"}, "model_seq_id"),
+        ("create_model", {"model_seq_id": -1}, "model_seq_id is -1"),
         ("asample", {"num_samples": 0}, "num_samples is 0"),
         ("asample", {"num_samples": 10**6}, "num_samples is 1000000"),
         ("asample", {"topk_sample_logprobs": 3}, "topk_sample_logprobs is given"),

@@ -40,6 +40,7 @@ PREFIX = "/api/v1"
 WAIT_S = 20.0
 """Seconds that a request for a result waits for it."""
 MOST_SAMPLES, MOST_RANK = 1024, 512
+EXPERTS = "The model has experts, which get no adapters here; attention, dense MLPs and head do."
 LARGEST_SEED = 2**32 - 1
 
 
@@ -193,11 +194,15 @@ def dynamic_config(service: TrainingService, body: ClientConfig) -> Response:
 def create_session(service: TrainingService, body: CreateSession) -> Response:
     session_id = secrets.token_hex(8)
     service.trainer.begin(session_id)
-    return Json({"type": "create_session", "session_id": session_id})
+    told = EXPERTS if service.trainer.has_experts else None
+    return Json({"type": "create_session", "session_id": session_id, "info_message": told})
 
 
 def heartbeat(service: TrainingService, body: OfSession) -> Response:
-    service.trainer.session(body.session_id)
+    try:
+        service.trainer.session(body.session_id)
+    except RequestError as error:  # by 410 the client's heart stops
+        raise ApiError(str(error), status=410, code="session_unknown") from None
     return Json({"type": "session_heartbeat"})
 
 
@@ -219,7 +224,7 @@ def create_model(service: TrainingService, body: CreateModel) -> Response:
         train_attn=given.train_attn,
         train_unembed=given.train_unembed,
     )
-    model_id = f"{body.session_id}:train:{body.model_seq_id}"
+    model_id = _new_model_id(body.session_id, body.model_seq_id)
     trainer = service.trainer
     trainer.session(body.session_id)
 
@@ -261,7 +266,8 @@ def forward_backward(service: TrainingService, body: wire.ForwardRequest) -> Res
         )
         return wire.write_outcome(outcome)
 
-    return _promised(service, forward, model_id=body.model_id, seq_id=body.seq_id or None)
+    task = _task(forward, body.model_id, body.seq_id or None, body.num_bytes)
+    return Json({"request_id": service.work.submit(task), "model_id": body.model_id})
 
 
 def optim_step(service: TrainingService, body: OptimStep) -> Response:
@@ -326,9 +332,11 @@ def load_weights(service: TrainingService, body: LoadWeights) -> Response:
     if model_id is None:
         if body.session_id is None or body.model_seq_id is None:
             raise ApiError("Give model_id, or session_id and model_seq_id.", param="model_id")
-        model_id = f"{body.session_id}:train:{body.model_seq_id}"
+        service.trainer.session(body.session_id)
+        model_id = _new_model_id(body.session_id, body.model_seq_id)
+    else:
+        service.trainer.run(model_id)
     trainer = service.trainer
-    trainer.session(model_id.partition(":")[0])
 
     def load() -> Result:
         trainer.load(model_id, body.path, has_optimizer=body.optimizer)
@@ -344,13 +352,11 @@ async def create_sampler(service: TrainingService, body: CreateSampler) -> Respo
     trainer = service.trainer
     trainer.session(body.session_id)
     sampler_id = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
-
-    def open_sampler() -> Result:
-        trainer.open_sampler(sampler_id, body.model_path)
-        return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
-
-    result = await service.work.result(service.work.submit(Task(open_sampler)))
-    return Json(result)
+    if body.model_path is None:
+        trainer.open_sampler(sampler_id, None)
+    else:  # beside what the worker does, for which a client would not wait
+        await service.in_thread(trainer.open_sampler, sampler_id, body.model_path)
+    return Json({"type": "create_sampling_session", "sampling_session_id": sampler_id})
 
 
 def sample(service: TrainingService, body: Sample) -> Response:
@@ -396,7 +402,7 @@ def _params(body: Sample) -> SamplingParams:
     ids = [] if isinstance(stop, str) else [s for s in stop or () if isinstance(s, int)]
     fields: dict[str, Any] = {
         "max_tokens": given.max_tokens,
-        "seed": None if given.seed is None else _seed(given.seed),
+        "seed": secrets.randbits(32) if given.seed is None else _seed(given.seed),
         "temperature": given.temperature,
         "top_k": max(given.top_k, 0),
         "top_p": given.top_p,
@@ -522,7 +528,8 @@ def _post(
 ) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         try:
-            service.ready()
+            if kind not in (Retrieve, OfSession):  # what is done can be had while it drains
+                service.ready()
             body: Any = None
             if kind is wire.ForwardRequest:
                 data = await read_body(request, service, wire.CONTENT_TYPE)
@@ -585,13 +592,7 @@ async def _sampler(service: TrainingService, request: Request) -> Response:
 
 
 async def _finish(service: TrainingService, request: Request) -> Response:
-    name, trainer = request.path_params["name"], service.trainer
-
-    def end() -> Result:
-        trainer.end(name)
-        return {}
-
-    await service.work.result(service.work.submit(Task(end)))
+    service.trainer.end(request.path_params["name"])
     return Json({})
 
 
@@ -603,8 +604,18 @@ def _promised(
     Args:
         seq_id: the request's number among those of its run; one that is sent again has the same.
     """
-    task = Task(do, key=None if seq_id is None else ("run", model_id, seq_id))
+    task = _task(do, model_id, seq_id, 0)
     return Json({"request_id": service.work.submit(task), "model_id": model_id})
+
+
+def _task(do: Callable[[], Result], model_id: str, seq_id: int | None, num_bytes: int) -> Task:
+    return Task(do, key=None if seq_id is None else ("run", model_id, seq_id), num_bytes=num_bytes)
+
+
+def _new_model_id(session_id: str, number: int) -> str:
+    if number < 0:
+        raise ApiError(f"model_seq_id is {number}; it must be 0 or more.", param="model_seq_id")
+    return f"{session_id}:train:{number}"
 
 
 def _name(path: str | None) -> str:

@@ -53,8 +53,14 @@ class TrainingService(Service):
         self._training = cast(TrainingEngine, engine)
 
     @property
+    def num_open(self) -> int:
+        """Requests that are not done."""
+        return 0 if self._training is None else self._training.work.num_waiting
+
+    @property
     def _ready(self) -> TrainingEngine:
-        self.ready()
+        if self._training is None:
+            self.ready()
         assert self._training is not None
         return self._training
 

@@ -21,7 +21,7 @@ from rooflax.server.errors import ApiError
 CONTENT_TYPE = "application/x-protobuf"
 VARINT, EIGHT_BYTES, BYTES, FOUR_BYTES = 0, 1, 2, 5
 """Wire types."""
-MAX_VARINT_BYTES = 10
+MAX_VARINT_BYTES, MOST_ROWS = 10, 4096
 FLOAT32, INT64, INT32 = 1, 2, 3
 """Types of tensors."""
 TENSORS = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8"), INT32: np.dtype("<i4")}
@@ -39,6 +39,7 @@ class ForwardRequest:
     forward_only: bool = False
     data: list[Datum] = field(default_factory=list)
     settings: dict[str, float] = field(default_factory=dict)
+    num_bytes: int = 0
 
 
 def read_forward(body: bytes) -> ForwardRequest:
@@ -46,7 +47,7 @@ def read_forward(body: bytes) -> ForwardRequest:
     Raises:
         ApiError: 400, it is malformed, or holds what a language model of text does not take.
     """
-    request, older = ForwardRequest(), dict[str, float]()
+    request, older = ForwardRequest(num_bytes=len(body)), dict[str, float]()
     for number, value in fields(memoryview(body)):
         match number:
             case 1:
@@ -54,6 +55,8 @@ def read_forward(body: bytes) -> ForwardRequest:
             case 2:
                 request.seq_id = _number(value)
             case 3:
+                if len(request.data) == MOST_ROWS:
+                    raise ApiError(f"data has more than {MOST_ROWS} rows; send fewer at once.")
                 request.data.append(_datum(_bytes(value), len(request.data)))
             case 4:
                 request.loss_fn = _text(value)

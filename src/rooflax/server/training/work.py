@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rooflax.completion import Completion
@@ -25,10 +26,14 @@ from rooflax.server.errors import ENGINE_FAILED, ApiError
 
 MOST_WAITING = 4096
 """Requests that wait; a client of samples sends a batch of them at once."""
+MOST_BYTES = 256 * 2**20
+"""Bytes of the data of those that wait."""
 MOST_SAMPLES = 1024
 """Samples of all requests that are answered together."""
 MOST_KEPT = 4 * MOST_WAITING
 """Requests whose results are kept; of more the oldest go."""
+ENDS_S = 10.0
+"""Seconds that the end of the server waits for what is being done."""
 KEPT_S, RETRIEVED_S = 3600.0, 120.0
 """Seconds for which a result is kept: one that nobody asked for, and one that was answered."""
 log = logging.getLogger("rooflax.server")
@@ -45,6 +50,7 @@ class Task:
         sample: of a request for samples in its place: the sampler, the prompt, its parameters, and
             what makes a result of the completions.
         until_s: when its result may go, by the monotonic clock.
+        num_bytes: of its data.
         key: the same of the same request that is sent again, as after a lost connection; None of
             one that has none.
     """
@@ -56,6 +62,7 @@ class Task:
     done: Future[Result] = field(default_factory=Future)
     until_s: float = float("inf")
     key: tuple[Any, ...] | None = None
+    num_bytes: int = 0
 
 
 class Work:
@@ -82,9 +89,10 @@ class Work:
             self._forget(now)
             if task.key in self._by_key:
                 return self._by_key[task.key]
-            if len(self._waiting) >= MOST_WAITING:
+            num_bytes = task.num_bytes + sum(each.num_bytes for each in self._waiting)
+            if len(self._waiting) >= MOST_WAITING or num_bytes > MOST_BYTES:
                 raise ApiError(
-                    f"{MOST_WAITING} requests wait; try again later.",
+                    f"{len(self._waiting)} requests wait; try again later.",
                     status=429,
                     code="queue_full",
                     headers={"Retry-After": "1"},
@@ -99,6 +107,7 @@ class Work:
     def _forget(self, now: float) -> None:
         """Lets go of results that were kept long enough, and of the oldest beyond the most."""
         done = [name for name, one in self._tasks.items() if one.done.done()]
+        done.sort(key=lambda name: self._tasks[name].until_s)  # what was fetched goes first
         spare = done[: max(len(self._tasks) - MOST_KEPT, 0)]
         for name in {*spare, *(name for name in done if self._tasks[name].until_s < now)}:
             key = self._tasks.pop(name).key
@@ -130,11 +139,12 @@ class Work:
         return waiting.result()
 
     def end(self) -> None:
-        """Ends the thread after what it does just now, and waits for that; what waits fails."""
+        """Ends the thread after what it does just now, and waits some time for that; what waits
+        fails."""
         with self._changed:
             self._is_ended = True
             self._changed.notify()
-        self._thread.join()
+        self._thread.join(ENDS_S)
 
     @property
     def num_waiting(self) -> int:
@@ -174,31 +184,39 @@ class Work:
 
     def _do(self, tasks: list[Task]) -> None:
         try:
-            results = self._results(tasks)
+            makers = self._results(tasks)
         except BaseException as error:
-            for task in tasks:
-                task.done.set_exception(self._told(error))
+            if len(tasks) > 1:  # one of them may be all that fails
+                for task in tasks:
+                    self._do([task])
+                return
+            tasks[0].done.set_exception(self._told(error))
         else:
-            for task, result in zip(tasks, results, strict=True):
-                task.done.set_result(result)
+            for task, make in zip(tasks, makers, strict=True):
+                try:
+                    task.done.set_result(make())
+                except BaseException as error:
+                    task.done.set_exception(self._told(error))
         until_s = time.monotonic() + KEPT_S
         for task in tasks:
             task.do = task.sample = None  # their data are not kept
             task.until_s = min(task.until_s, until_s)
 
-    def _results(self, tasks: list[Task]) -> list[Result]:
+    def _results(self, tasks: list[Task]) -> list[Callable[[], Result]]:
+        """What makes the result of each."""
         if tasks[0].do is not None:
-            return [tasks[0].do()]
+            result = tasks[0].do()
+            return [lambda: result]
         samples = [task.sample for task in tasks if task.sample is not None]
         requests = [(ids, params) for _, ids, params, _ in samples]
         groups = self._trainer.sample(samples[0][0], requests)
-        return [make(group) for (*_, make), group in zip(samples, groups, strict=True)]
+        return [partial(make, group) for (*_, make), group in zip(samples, groups, strict=True)]
 
     def _told(self, error: BaseException) -> Exception:
         """What the client is told; of faults of ours the log has more."""
         if isinstance(error, RequestError | CheckpointError | ApiError):
             return error
         if isinstance(error, OSError):
-            return RequestError(f"Nothing was saved: {first_line(error)}.")
+            return RequestError(f"A file cannot be read or written: {first_line(error)}.")
         log.error("a training request failed", exc_info=error)
         return ApiError(ENGINE_FAILED, status=500, code="engine_error")

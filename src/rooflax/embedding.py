@@ -113,7 +113,7 @@ class Embedder:
         if not isinstance(prompt, str | None):
             raise RequestError(f"prompt is {prompt!r:.80}; it must be text.", param="prompt")
         for name, value in (("prompt_name", prompt_name), ("prompt", prompt)):
-            if value is not None and not isinstance(text, str):
+            if value and not isinstance(text, str) and isinstance(text, Sequence):
                 raise RequestError(
                     f"{name} stands before a text, and token ids are taken as they are; leave it "
                     f"out, or give texts.",

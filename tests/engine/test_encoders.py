@@ -279,6 +279,7 @@ def test_longer_texts_are_rejected_or_cut(embedder, tmp_path):
         ({"modules.json": None, "sentence_roberta_config.json": {"max_seq_length": 9}}, 9),
         ({"tokenizer_config.json": {"model_max_length": 10**30}}, None),
         ({"tokenizer_config.json": {"model_max_length": 1e30}}, None),
+        ({"tokenizer_config.json": {"model_max_length": 1e9}}, 10**9),
         ({"tokenizer_config.json": {"max_len": 33}}, 33),
         ({"tokenizer_config.json": {}}, None),
     ],

@@ -432,7 +432,13 @@ def _experts(
     experts, present = {}, set(file.names())
     for parameter, names in expert_names(known, config).items():
         target, rank = known[parameter], config.rank_of(parameter)
-        if target.has_outputs_first and config.version < numbers_of(EXPERTS_SINCE):
+        fits = names[0] in present and file.info(names[0]).shape == (
+            target.count * rank,
+            target.inputs,
+        )
+        may_be_turned = target.inputs == target.outputs or not fits
+        is_older = target.has_outputs_first and config.version < numbers_of(EXPERTS_SINCE)
+        if is_older and may_be_turned:
             version = ".".join(map(str, config.version)) or "that states no peft_version"
             raise UnsupportedModelError(
                 f"{file.path} has target_parameters of a PEFT {version}; before {EXPERTS_SINCE} it "

@@ -202,6 +202,8 @@ def read_max_tokens(folder: Path) -> int | None:
         most = raw.get(key)
         if isinstance(most, int | float) and most >= NO_LIMIT:
             return None
+        if isinstance(most, float) and most.is_integer():
+            most = int(most)
     if most is not None and not (type(most) is int and most > 0):
         raise CheckpointError(
             f"{name} of {folder} has {key} = {most!r:.80}; it must be a whole number above 0."

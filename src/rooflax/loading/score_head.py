@@ -143,7 +143,10 @@ def _of_reranker(pooling: Pooling, folder: Path, raw: Mapping[str, Any]) -> Pool
         stated = older.get("activation_fn")
     if stated is None:
         stated = raw.get("sbert_ce_default_activation_function")
-    activation = _activation("activation_fn", str(stated or SIGMOID).rpartition(".")[2])
+    name = str(stated or SIGMOID)
+    if name.startswith("torch."):  # a class of another's code would not be computed as it is
+        name = name.rpartition(".")[2]
+    activation = _activation("activation_fn", name)
     return replace(with_prompts(pooling, settings, folder), activation=activation)
 
 

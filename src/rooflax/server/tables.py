@@ -312,7 +312,7 @@ TRUNCATE = Field(
 EMBEDDINGS = FieldTable(
     MODEL,
     Field("input", str | list[Any], "a text, token ids, or a list of either", required=True),
-    Field("dimensions", Count, "keep the first so many numbers; default all"),
+    Field("dimensions", Count, "keep the first so many numbers; default as many as the checkpoint"),
     Field("encoding_format", Literal["float", "base64"], "base64 is float32, little-endian"),
     Field(
         "prompt_name",

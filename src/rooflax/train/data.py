@@ -101,7 +101,8 @@ def separator_of(tokenizer: Any) -> int:
     """The id to put between documents.
 
     It is the end-of-sequence token if that ends texts and no turn of a chat, else a special token
-    that does, else the end-of-sequence token. (In Gemma's vocabulary "</s>" is a tag of HTML.)
+    that does, else the end-of-sequence token, else any token that ends texts by its name. (In
+    Gemma's vocabulary "</s>" is a tag of HTML.)
 
     Args:
         tokenizer: a `loading.tokenizer.Tokenizer`.
@@ -113,6 +114,8 @@ def separator_of(tokenizer: Any) -> int:
     if separator is None or separator not in ids:
         special = tokenizer.special_token_ids
         separator = next((token for token in ids if token in special), separator)
+    if separator is None:
+        separator = next((token for token in ids if token is not None), None)
     if separator is None:
         raise RequestError(
             f"the tokenizer in {tokenizer.folder} has no end-of-sequence token to put "

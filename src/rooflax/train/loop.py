@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rooflax.errors import CheckpointError, EngineError, RequestError
+from rooflax.errors import CheckpointError, EngineError, RequestError, RewardError
 from rooflax.files import only_writer
 from rooflax.loading.adapter_config import AdapterConfig
 from rooflax.models.adapters import LowRank, adapted
@@ -144,7 +144,7 @@ class Rollouts(Protocol):
         """The batch of a step, with numbers to log.
 
         Raises:
-            EngineError: a reward or the engine failed; the run is saved.
+            EngineError: a reward failed, and the run is saved; or the engine did.
         """
         ...
 
@@ -524,10 +524,11 @@ class _Run:
 
     @contextlib.contextmanager
     def saved_if_it_fails(self, bar: Any) -> Iterator[None]:
-        """Saves the run where a reward or the engine fails: what was trained is sound."""
+        """Saves the run where a reward fails: what was trained is sound, as it need not be where
+        the engine does."""
         try:
             yield
-        except EngineError:
+        except RewardError:
             self.settle(bar)
             if self.step > 0:
                 self.save()

@@ -13,6 +13,7 @@ import pytest
 from rooflax import load
 from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.loading.model_info import model_info
+from rooflax.loading.schemes.compressed_tensors import CompressedTensors
 from rooflax.ops.weights.formats import NF4_VALUES
 from tests.support.loading import vendor
 
@@ -357,6 +358,15 @@ def test_targets_are_names_or_classes(tmp_path):
     coded = vendor.write(tmp_path / "none", vendor.LLAMA, tensors, **declared)
     with pytest.raises(CheckpointError, match="_proj.weight_packed in .* is of no group"):
         load(coded)
+
+
+def test_a_linear_layer_may_be_named_embed():
+    """As GPT-NeoX's head is."""
+    linear, table = object(), object()
+    assert CompressedTensors({"Linear": linear}, [])._arguments("embed_out") is linear
+    both = CompressedTensors({"Linear": linear, "Embedding": table}, [])
+    assert both._arguments("model.embed_tokens") is table
+    assert both._arguments("lm_head") is linear
 
 
 def test_an_order_of_inputs_is_announced(tmp_path):

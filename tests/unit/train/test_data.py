@@ -301,6 +301,9 @@ def test_documents_are_separated_by_what_ends_no_turn_of_a_chat():
     assert separator_of(Vocabulary("<eos>", "</s>", special={0})) == 0
     assert separator_of(Vocabulary("<end_of_turn>", "</s>", "<eos>", special={0, 2})) == 2
     assert separator_of(Vocabulary("</s>", "<|endoftext|>")) == 0
+    without = Vocabulary("a", "</s>", special=())
+    without.eos_id = None
+    assert separator_of(without) == 1
 
 
 def test_documents_end_where_they_end_whatever_they_hold(tmp_path):

@@ -83,7 +83,8 @@ class CompressedTensors:
     def _arguments(self, module: str) -> Arguments | None:
         matches = (a for pattern, a in self.patterns if pattern.match(module))
         is_table = module.rpartition(".")[2].startswith("embed")
-        by_class = self.names.get("Embedding" if is_table else "Linear")
+        by_class = self.names.get("Linear")  # GPT-NeoX's embed_out too
+        by_class = (self.names.get("Embedding") or by_class) if is_table else by_class
         return self.names.get(module) or next(matches, None) or by_class
 
     def _coded(self, tensors: Tensors, module: str, name: str) -> Coded:

@@ -493,7 +493,7 @@ class LLM:
 
 
 def _shapes(model: Any) -> tuple[Any, list[Any]]:
-    """What programs of a model depend on: its structure, and its arrays' shapes and types."""
+    """Structure of a model, and its arrays' shapes and types, of which its programs are."""
     leaves, structure = jax.tree.flatten(model)
     return structure, [(np.shape(leaf), getattr(leaf, "dtype", None)) for leaf in leaves]
 

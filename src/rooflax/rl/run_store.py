@@ -129,7 +129,7 @@ class RunStore:
 
 
 def _shape(folder: Path) -> LoraShape:
-    """What run.json of a saved run says."""
+    """Contents of a saved run's run.json."""
     raw: Mapping[str, Any] = read_json_object(folder / ABOUT)
     known = asdict(LoraShape(rank=1))
     if raw.keys() != known.keys() or any(type(raw[k]) is not type(v) for k, v in known.items()):

@@ -28,7 +28,7 @@ from rooflax.train.loop import tokens_at_once
 from rooflax.train.step import TrainState, global_norm, make_token_losses
 
 ALPHA = 32.0
-"""Of every adapter, whatever its rank."""
+"""Alpha of every adapter, whatever its rank."""
 DEVICE_TOKENS = 8192
 """Tokens of which the gradient is computed at once on a GPU or TPU, unless a row has more."""
 SHORTEST = 16
@@ -144,7 +144,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a forward pass gave: the sum of the losses, and each row's log-probabilities."""
+    """Result of a forward pass: the sum of the losses, and each row's log-probabilities."""
 
     loss: float
     logprobs: list[np.ndarray]
@@ -152,7 +152,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class LoraShape:
-    """What a run trains: the rank, and which of the model's layers have an adapter."""
+    """Size of a run's adapter: the rank, and which of the model's layers have one."""
 
     rank: int
     seed: int = 0

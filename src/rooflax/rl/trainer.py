@@ -26,7 +26,7 @@ LOST_S = 600.0
 
 @dataclass
 class Session:
-    """What a client has in memory.
+    """A client's runs and samplers in memory.
 
     Attributes:
         runs: by their numbers within the session.

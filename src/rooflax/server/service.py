@@ -102,7 +102,7 @@ class Service:
 
     @property
     def num_open(self) -> int:
-        """What a drain waits for."""
+        """Number of open answers, for which a drain waits."""
         return self.open
 
     @property

@@ -37,6 +37,7 @@ FLAGS = FINDING | CHECK | LENGTH | PRECISION | QUANTIZE | BUDGET | LAYERS | DRAF
     "--max-inflight-per-key": ["3"], "--max-body-bytes": ["1000"],
     "--lora": ["x=DIR"], "--max-loras": ["2"], "--max-lora-rank": ["4"],
     "--allow-lora-loading": (["KEYS"], "--allow-lora-loading names KEYS, which is no folder"),
+    "--train": None,  # another server: tests/engine/server/test_training.py
 } | PROCESSES  # fmt: skip
 
 
@@ -118,6 +119,12 @@ def test_every_flag_has_its_effect_or_is_rejected(observe):
         else:
             assert found[0] == 0, (flag, found)
             assert found[1:] != base[1:], flag
+
+
+@pytest.mark.parametrize("flag", ["--chat-template", "--max-loras", "--mesh", "--watchdog"])
+def test_flags_of_answers_have_no_meaning_beside_training(observe, flag):
+    code, err, *_ = observe(TINY, "--train", "runs", flag, *FLAGS[flag])
+    assert code == 2 and f"{flag} has no meaning with --train" in err
 
 
 def test_adapters_that_requests_load_need_slots(observe):

@@ -463,7 +463,7 @@ def _failed(error: ApiError) -> Response:
 
 
 def telemetry(service: TrainingService, body: Any) -> Response:
-    """What the client reports of itself, of which nothing is kept."""
+    """Takes what the client reports of itself, of which nothing is kept."""
     return Json({"status": "accepted"})
 
 

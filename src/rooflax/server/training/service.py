@@ -31,7 +31,7 @@ class TrainingEngine:
         self.loras: Mapping[str, Any] = {}
 
     def health(self) -> Health:
-        """That of the worker, whose programs may compile for minutes."""
+        """Health of the worker, whose programs may compile for minutes."""
         return Health(False, None, self.work.num_waiting, 0.0)
 
     async def shutdown(self, *, drain: bool) -> None:
@@ -82,7 +82,7 @@ class TrainingService(Service):
 
     @cached_property
     def tokenizer_id(self) -> str:
-        """Where the client finds the tokenizer: the model's folder, or its name on the hub."""
+        """Name by which the client finds the tokenizer: a folder, or an id of the hub."""
         return self._ready.asked
 
     def check_base(self, name: str) -> None:

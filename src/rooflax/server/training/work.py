@@ -203,7 +203,7 @@ class Work:
             task.until_s = min(task.until_s, until_s)
 
     def _results(self, tasks: list[Task]) -> list[Callable[[], Result]]:
-        """What makes the result of each."""
+        """Makers of each task's result."""
         if tasks[0].do is not None:
             result = tasks[0].do()
             return [lambda: result]
@@ -213,7 +213,7 @@ class Work:
         return [partial(make, group) for (*_, make), group in zip(samples, groups, strict=True)]
 
     def _told(self, error: BaseException) -> Exception:
-        """What the client is told; of faults of ours the log has more."""
+        """Error for the client; of faults of ours the log has more."""
         if isinstance(error, RequestError | CheckpointError | ApiError):
             return error
         if isinstance(error, OSError):

@@ -235,7 +235,9 @@ INTERRUPTED_IN = {
 
 @pytest.mark.parametrize("place", INTERRUPTED_IN)
 def test_an_interrupt_is_not_lost(place):
-    code = f"import os, time\nfrom rooflax import signals\n{INTERRUPTED_IN[place]}"
+    # What was started in the background of a shell may ignore it, and so would its children.
+    heeds = "import os, signal, time\nsignal.signal(2, signal.default_int_handler)\n"
+    code = f"{heeds}from rooflax import signals\n{INTERRUPTED_IN[place]}"
     ran = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )

@@ -105,8 +105,10 @@ def make_app(service: Service) -> ASGIApp:
     routes = [
         Route(path, _post(service, post), methods=["POST"]) for path, (post, _) in POSTS.items()
     ]
-    routes += [Route(path, _get(service, get), methods=["GET"]) for path, get in GETS.items()]
-    routes += [Route(path, _get(service, page), methods=["GET"]) for path in FILES if path != "/"]
+    routes += [Route(path, get_route(service, get), methods=["GET"]) for path, get in GETS.items()]
+    routes += [
+        Route(path, get_route(service, page), methods=["GET"]) for path in FILES if path != "/"
+    ]
     routes += [Route(path, _not_built, methods=["GET", "POST"]) for path in NOT_BUILT]
     routes.append(Route("/metrics", exporter.answer, methods=["GET"]))
     routes.append(Route("/openapi.json", _openapi, methods=["GET"]))
@@ -139,7 +141,7 @@ async def _json(request: Request, service: Service) -> Any:
     return await service.in_thread(read_json, body)
 
 
-def _get(service: Service, endpoint: Any) -> Callable[[Request], Awaitable[Response]]:
+def get_route(service: Service, endpoint: Any) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         try:
             return await endpoint(service, request)

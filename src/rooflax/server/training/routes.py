@@ -28,7 +28,7 @@ from rooflax.rl.runs import AdamSettings, LoraShape
 from rooflax.rl.trainer import check_sample
 from rooflax.server import small
 from rooflax.server.answers import ClientLeft, Json
-from rooflax.server.app import Guard, answered, read_body, said
+from rooflax.server.app import Guard, answered, get_route, read_body, said
 from rooflax.server.errors import ApiError, as_api_error
 from rooflax.server.json_body import read_json
 from rooflax.server.metrics import Exporter
@@ -266,8 +266,13 @@ def forward_backward(service: TrainingService, body: wire.ForwardRequest) -> Res
         )
         return wire.write_outcome(outcome)
 
-    task = _task(forward, body.model_id, body.seq_id or None, body.num_bytes)
-    return Json({"request_id": service.work.submit(task), "model_id": body.model_id})
+    return _promised(
+        service,
+        forward,
+        model_id=body.model_id,
+        seq_id=body.seq_id or None,
+        num_bytes=body.num_bytes,
+    )
 
 
 def optim_step(service: TrainingService, body: OptimStep) -> Response:
@@ -494,13 +499,15 @@ def make_training_app(service: TrainingService) -> ASGIApp:
         for path, post in POSTS.items()
     ]
     routes += [
-        Route(f"{PREFIX}/healthz", _get(service, _healthz), methods=["GET"]),
-        Route(f"{PREFIX}/get_server_capabilities", _get(service, _capabilities), methods=["GET"]),
-        Route(f"{PREFIX}/samplers/{{name:path}}", _get(service, _sampler), methods=["GET"]),
-        Route(f"{PREFIX}/sessions/{{name}}/finish", _get(service, _finish), methods=["POST"]),
-        Route("/health", _get(service, small.health), methods=["GET"]),
-        Route("/ready", _get(service, small.ready), methods=["GET"]),
-        Route("/version", _get(service, small.version), methods=["GET"]),
+        Route(f"{PREFIX}/healthz", get_route(service, _healthz), methods=["GET"]),
+        Route(
+            f"{PREFIX}/get_server_capabilities", get_route(service, _capabilities), methods=["GET"]
+        ),
+        Route(f"{PREFIX}/samplers/{{name:path}}", get_route(service, _sampler), methods=["GET"]),
+        Route(f"{PREFIX}/sessions/{{name}}/finish", get_route(service, _finish), methods=["POST"]),
+        Route("/health", get_route(service, small.health), methods=["GET"]),
+        Route("/ready", get_route(service, small.ready), methods=["GET"]),
+        Route("/version", get_route(service, small.version), methods=["GET"]),
     ]
     inner = Starlette(
         routes=routes,
@@ -556,16 +563,6 @@ def _converted(value: Any, kind: type) -> Any:
         raise ApiError(f"The body is not what this route takes: {error}.") from None
 
 
-def _get(service: TrainingService, endpoint: Any) -> Callable[[Request], Awaitable[Response]]:
-    async def answer(request: Request) -> Response:
-        try:
-            return await endpoint(service, request)
-        except Exception as error:
-            return said(request, error)
-
-    return answer
-
-
 async def _healthz(service: TrainingService, request: Request) -> Response:
     service.ready()
     return Json({"status": "ok"})
@@ -597,19 +594,22 @@ async def _finish(service: TrainingService, request: Request) -> Response:
 
 
 def _promised(
-    service: TrainingService, do: Callable[[], Result], *, model_id: str, seq_id: int | None = None
+    service: TrainingService,
+    do: Callable[[], Result],
+    *,
+    model_id: str,
+    seq_id: int | None = None,
+    num_bytes: int = 0,
 ) -> Response:
     """The answer to a request whose result is asked for later.
 
     Args:
         seq_id: the request's number among those of its run; one that is sent again has the same.
+        num_bytes: of its data.
     """
-    task = _task(do, model_id, seq_id, 0)
-    return Json({"request_id": service.work.submit(task), "model_id": model_id})
-
-
-def _task(do: Callable[[], Result], model_id: str, seq_id: int | None, num_bytes: int) -> Task:
-    return Task(do, key=None if seq_id is None else ("run", model_id, seq_id), num_bytes=num_bytes)
+    key = None if seq_id is None else ("run", model_id, seq_id)
+    request_id = service.work.submit(Task(do, key=key, num_bytes=num_bytes))
+    return Json({"request_id": request_id, "model_id": model_id})
 
 
 def _new_model_id(session_id: str, number: int) -> str:

@@ -11,8 +11,9 @@ HEAD = """\
 # The server's fields
 
 Made by `python tools/server_docs.py > docs/server-fields.md`, from the tables that check
-requests. A field not listed is an error that names it (`--unknown-fields report` passes it over and
-names it in the header `x-rooflax-ignored`). null is the same as leaving a field out.
+requests. In chat, completions, embeddings and rerank a field not listed is an error that names
+it, unless `--unknown-fields report`; responses and messages pass it over and name it in the
+header `x-rooflax-ignored`. null is the same as leaving a field out.
 """
 
 

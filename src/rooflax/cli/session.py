@@ -109,6 +109,8 @@ def _loaded(
         options = options or flags.execution_options(args)
         from rooflax.loading.plan import PLANNED, make_plan
 
+    if options.kernels is None and not args.quiet:
+        say_without_kernels()
     values = flags.values_of(args, EngineSettings) | where | settings
     values["mesh"] = platform.make_mesh(values.get("mesh"))
     values["check"] = getattr(args, "check", False)
@@ -130,6 +132,16 @@ def _loaded(
         terminal.status(f"loading {shown}", args.quiet or not is_random),
     ):
         return make(plan, progress=bar.update, **values)
+
+
+def say_without_kernels() -> None:
+    """Says why JAX's CPU runs without the native kernels, if it does."""
+    import jax
+
+    from rooflax.ops import native
+
+    if jax.default_backend() == "cpu" and not native.is_ready():
+        terminal.say(f"Slower than with native kernels: {native.status().reason}.", is_faint=True)
 
 
 def say_settings(llm: LLM) -> None:

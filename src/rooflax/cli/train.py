@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from rooflax.cli import flags, platform, terminal
+from rooflax.cli import flags, platform, session, terminal
 from rooflax.cli.parser import Parser, whole
 from rooflax.cli.statistics import counted
 from rooflax.errors import CheckpointError, RequestError
@@ -143,6 +143,8 @@ def _train(args: argparse.Namespace, config: TrainConfig, data: DataConfig, out:
     from rooflax.train.loop import check_seq_len, resolved, run_training, write_curves
 
     enable_persistent_cache()
+    if not args.quiet:
+        session.say_without_kernels()
     start = _Start(args)
     check_seq_len(config, start.config.max_position)
     corpora: tuple[Corpus | None, ...] = (None, None, None)

@@ -7,6 +7,7 @@ import pytest
 
 from rooflax import LLM, SamplingParams
 from rooflax.cli import statistics, terminal
+from rooflax.ops import native
 from tests import goldens
 
 pytestmark = pytest.mark.oldest_jax
@@ -45,6 +46,14 @@ def test_json_has_exactly_the_contracts_keys(rooflax, llm):
     assert memory.pop("kv_cache_bytes") > 0
     assert memory == {"weights_bytes": weights, "weights_bytes_per_device": weights}
     assert ran.err == ""
+
+
+def test_why_native_kernels_do_not_run_is_said_once(rooflax, monkeypatch):
+    monkeypatch.setattr(native, "status", lambda: native.Status(False, "it was not built"))
+    command = ("generate", TINY, "-p", PROMPT, "-n", 1)
+    assert rooflax(*command).err.count("Slower than with native kernels: it was not built.\n") == 1
+    assert "native kernels" not in rooflax(*command, "--quiet").err
+    assert "native kernels" not in rooflax(*command, "--kernels", "xla").err
 
 
 def test_a_mesh_splits_the_weights_and_keeps_the_tokens(rooflax):

@@ -8,7 +8,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -64,8 +65,11 @@ def test_snippets_of_embedding_run(workplace: Path) -> None:
     assert run_all("docs/embedding.md") == 6
 
 
-def test_the_tutorials_snippets_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_all("docs/tutorial.md") == 3
+def test_the_tutorials_snippets_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_all("docs/tutorial.md") == 5
     assert "get_weather {'city': 'Oslo'}" in capsys.readouterr().out
 
 
@@ -82,7 +86,7 @@ NAMED = re.compile(
 @pytest.mark.parametrize("page", WRITTEN)
 def test_every_block_is_run_or_says_why_not(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
-    assert {match.group(1) for match in BLOCK.finditer(text)} <= {"python", "sh", "text", "mermaid"}
+    assert {match.group(1) for match in BLOCK.finditer(text)} <= {"python", "sh", "text"}
     for command in commands(page):
         assert command.is_ours or not command.is_run, f"{page}: {command.words} is not run"
 
@@ -94,7 +98,23 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     questions = [json.dumps({"messages": [{"role": "user", "content": "What does len do?"}]})]
     texts = [json.dumps({"text": "def add(a, b):\n    return a + b\n" * 40})] * 40
     choices = ['{"question": "1 + 1?", "choices": ["2", "3"], "answer": 0}']
-    files = {"prompts": prompts, "questions": questions, "choices": choices, "texts": texts}
+    greetings = [
+        json.dumps(
+            {
+                "messages": [
+                    {"role": "user", "content": "Greet Ada."},
+                    {"role": "assistant", "content": "Good morning, Ada!"},
+                ]
+            }
+        )
+    ] * 40
+    files = {
+        "prompts": prompts,
+        "questions": questions,
+        "choices": choices,
+        "texts": texts,
+        "greetings": greetings,
+    }
     for name, lines in files.items():
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     (tmp_path / "lines.txt").write_text("A man is eating pasta.\nThe sky is blue.\n")
@@ -116,19 +136,25 @@ def run_commands(page: str, rooflax: Any, folder: Path, *, skip: Collection[str]
     A command that needs the folder of one that was skipped is skipped too.
     """
     count = 0
+    missing: tuple[str, ...] = ()
     for command in commands(page):
         if not command.is_ours:
             continue
         assert parse(command.words[1:]) is not None
-        needs_run = any(word.startswith("run/") for word in command.words) and "train" in skip
-        if not command.is_run or command.words[1] in skip or needs_run:
-            continue
-        ran = rooflax(*command.words[1:])
-        assert ran.code == 0, f"{page}: {' '.join(command.words)}: {ran.err}"
-        if command.output:
-            (folder / command.output).write_text(ran.out)
-        count += 1
+        if command.is_run and command.words[1] in skip:
+            missing += output_folders(command.words)
+        elif command.is_run and not any(word.startswith(missing) for word in command.words):
+            ran = rooflax(*command.words[1:])
+            assert ran.code == 0, f"{page}: {' '.join(command.words)}: {ran.err}"
+            if command.output:
+                (folder / command.output).write_text(ran.out)
+            count += 1
     return count
+
+
+def output_folders(words: Sequence[str]) -> tuple[str, ...]:
+    """The folders that a command's `--out` names."""
+    return tuple(value for flag, value in pairwise(words) if flag == "--out")
 
 
 WITH_COMMANDS = [page for page in WRITTEN if any(c.is_ours for c in commands(page))]

@@ -26,6 +26,15 @@ namespace {
 #if defined(ROOFLAX_X86)
 bool HasAvx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
+// GCC 10 knows neither the instructions nor their name.
+#if defined(ROOFLAX_WITHOUT_VNNI)
+bool HasVnni() { return false; }
+#elif defined(ROOFLAX_VNNI_IN_PAIRS)
+bool HasVnni() { return HasAvx2(); }
+#else
+bool HasVnni() { return HasAvx2() && __builtin_cpu_supports("avxvnni"); }
+#endif
+
 #if defined(ROOFLAX_AVX512_IN_LANES)
 bool HasAvx512() { return HasAvx2(); }
 #else
@@ -76,6 +85,21 @@ bool HasTiles() {
 
 namespace {
 
+#if defined(ROOFLAX_X86) && !defined(ROOFLAX_WITHOUT_VNNI)
+const Kernels& WithVnni() {
+  static const Kernels kernels = [] {
+    Kernels made = avx2::kKernels;
+    made.name = "avx2-vnni";
+    made.row_offset = avx2_vnni::kBytes.row_offset;
+    made.quantize_row = avx2_vnni::kBytes.quantize_row;
+    made.quantize_groups = avx2_vnni::kBytes.quantize_groups;
+    made.bytes = avx2_vnni::kBytes.bytes;
+    return made;
+  }();
+  return kernels;
+}
+#endif
+
 #if defined(ROOFLAX_X86) && !defined(ROOFLAX_WITHOUT_TILES)
 const Kernels& WithTiles() {
   static const Kernels kernels = [] {
@@ -102,6 +126,9 @@ const Kernels* FindKernels(const char* name) {
 #endif
   if (std::strcmp(name, "avx512-far") == 0) return HasAvx512() ? &avx512_far::kKernels : nullptr;
   if (std::strcmp(name, "avx512") == 0) return HasAvx512() ? &avx512::kKernels : nullptr;
+#if !defined(ROOFLAX_WITHOUT_VNNI)
+  if (std::strcmp(name, "avx2-vnni") == 0) return HasVnni() ? &WithVnni() : nullptr;
+#endif
   if (std::strcmp(name, "avx2") == 0) return HasAvx2() ? &avx2::kKernels : nullptr;
 #elif defined(ROOFLAX_NEON)
 #if !defined(ROOFLAX_WITHOUT_I8MM)
@@ -121,7 +148,7 @@ const Kernels* Best() {
   if (const Kernels* found = FindKernels("amx")) return found;
   if (const Kernels* found = __builtin_cpu_is("amd") ? FindKernels("avx512-far") : nullptr) return found;
 #endif
-  for (const char* name : {"avx512", "avx2", "neon-i8mm", "neon-dotprod"}) {
+  for (const char* name : {"avx512", "avx2-vnni", "avx2", "neon-i8mm", "neon-dotprod"}) {
     if (const Kernels* found = FindKernels(name)) return found;
   }
   return &generic::kKernels;
@@ -152,8 +179,8 @@ __attribute__((visibility("default"))) const char* rooflax_instruction_set() {
   return rooflax::ChosenKernels().name;
 }
 
-// Forces "generic", "avx2", "avx512", "avx512-far", "amx", "neon-dotprod" or "neon-i8mm" for all work, whatever was
-// measured; 0 if this processor lacks it. "" ends that.
+// Forces "generic", "avx2", "avx2-vnni", "avx512", "avx512-far", "amx", "neon-dotprod" or "neon-i8mm" for all work,
+// whatever was measured; 0 if this processor lacks it. "" ends that.
 __attribute__((visibility("default"))) int rooflax_force_instruction_set(const char* name) {
   const rooflax::Kernels* found = *name ? rooflax::FindKernels(name) : nullptr;
   if (found == nullptr && *name) return 0;

@@ -190,7 +190,7 @@ template <typename Type>
 struct PartOfGroup {
   using Codes = typename Type::Codes;
   static constexpr int64_t kQuads = Type::kQuads, kPartBytes = kQuads * 4, kRowBytes = kGroup;
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(ROOFLAX_PAIRS_OF_BYTES)
   static constexpr bool kSigned = !Codes::kFitsTwice;
 #else
   static constexpr bool kSigned = false;
@@ -208,7 +208,7 @@ struct PartOfGroup {
   // x: of this part; start: StartTimes times its sum.
   ROOFLAX_INLINE I16 Dot(const int8_t* x, int32_t start) const {
     I16 sum = Codes::kZero != 0 && !kSigned ? I16{} + start : I16{};
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(ROOFLAX_PAIRS_OF_BYTES)
     if constexpr (kSigned) {
       ROOFLAX_WHOLE
       for (int64_t q = 0; q < kQuads; ++q) sum = DotRow(sum, BroadcastBytes(x + q * 4), codes[q]);
@@ -237,7 +237,7 @@ template <typename Type>
 struct PlanesOfGroup {
   using Codes = typename Type::Codes;
   static constexpr int64_t kQuads = Type::kQuads;
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(ROOFLAX_PAIRS_OF_BYTES)
   static constexpr int64_t kPartBytes = kQuads * 8, kRowBytes = 2 * kGroup;
   Words words[kQuads];
 
@@ -294,7 +294,7 @@ ROOFLAX_INLINE void AddGroupOf(const PackedArgs& a, const uint8_t* w, int64_t pa
   }
 }
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(ROOFLAX_PAIRS_OF_BYTES)
 // The same of M rows whose products are of signed bytes: what a code is made into serves all of them, and their
 // sums stay in registers.
 template <typename Type, int64_t M>
@@ -332,7 +332,7 @@ template <typename Type>
 ROOFLAX_INLINE void AddGroup(const PackedArgs& a, const uint8_t* w, int64_t panel, int64_t g, GroupRows rows,
                              int64_t count, F16* totals) {
   if (a.planes == 2) return AddGroupOf<Type, PlanesOfGroup<Type>>(a, w, panel, g, rows, count, totals);
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(ROOFLAX_PAIRS_OF_BYTES)
   if constexpr (PartOfGroup<Type>::kSigned) return AddSignedUpTo<Type>(a, w, panel, g, rows, count, totals);
 #endif
   AddGroupOf<Type, PartOfGroup<Type>>(a, w, panel, g, rows, count, totals);

@@ -1,5 +1,6 @@
 // Matmuls of packed weights by their code. Part of kernels_impl.h.
 
+#if !defined(ROOFLAX_VNNI)
 // A group's weights in float32.
 template <typename Type>
 void WidenBlock(const PackedArgs& a, int64_t block, const uint8_t* from, F16* w) {
@@ -32,6 +33,7 @@ void BlocksTimesFloats(const PackedArgs& a) {
   if (a.rows > 1) return WideMany<BlockWide>(a);
   for (int64_t panel = a.begin; panel < a.end; ++panel) WideTile<BlockWide>::Run<1, 1>(a, 0, panel, 1, Further{});
 }
+#endif
 
 void Bytes(const PackedArgs& a) {
   switch (a.code) {
@@ -46,7 +48,7 @@ void Bytes(const PackedArgs& a) {
     case Code::kInt8Groups: return AllRows<GroupTile<Int8Group>>(a);
     case Code::kInt4: return AllRows<GroupTile<Int4Group>>(a);
     case Code::kMxfp4: return AllRows<GroupTile<Mxfp4Group>>(a);
-#if !defined(__AVX2__) || defined(__AVX512F__)
+#if !defined(ROOFLAX_PAIRS_OF_BYTES)
     case Code::kIq4Nl: return AllRows<GroupTile<Iq4Group>>(a);
 #endif
     default: return WithBlockType(a.code, [&](auto type) { BlocksTimesBytes<decltype(type)>(a); });
@@ -54,6 +56,7 @@ void Bytes(const PackedArgs& a) {
   }
 }
 
+#if !defined(ROOFLAX_VNNI)
 void Packed(const PackedArgs& a) {
   switch (a.code) {
     case Code::kInt8: return PackedCode<ByteWide<Int8Byte>>(a);
@@ -67,3 +70,4 @@ void Packed(const PackedArgs& a) {
     default: return BlocksTimesFloats(a);
   }
 }
+#endif

@@ -230,7 +230,7 @@ struct GroupTile {
     return rows == 1 && kFarApart ? kStreams : rows <= kPanelRows && kRegisters >= 32 ? 2 : 1;
   }
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(ROOFLAX_PAIRS_OF_BYTES)
   // The products of a group, whole numbers.
   template <int64_t M, int64_t P>
   static void Dots(const int8_t* x, const int32_t* x_start, const uint8_t* w, int64_t per_panel,

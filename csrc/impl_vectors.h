@@ -197,12 +197,34 @@ ROOFLAX_INLINE F16 SumEach(const F16 x[kLanes]) {
 #endif
 }
 
+// AVX2's own products of bytes, whose pairs are sums of 16 bits.
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(ROOFLAX_VNNI)
+#define ROOFLAX_PAIRS_OF_BYTES
+#endif
+
 // sums[lane] += sum over j of u[lane, j] * s[lane, j], for 16 lanes of 4 bytes; in DotRow x is a row's
 // bytes, each kRowOffset too large, and w signed. AVX2 has no such product of unsigned bytes.
 #if defined(__AVX512VNNI__)
 constexpr int32_t kRowOffset = 128;
 ROOFLAX_INLINE I16 Dot4(I16 sums, I16 u, I16 s) {
   return As<I16>(_mm512_dpbusd_epi32(As<__m512i>(sums), As<__m512i>(u), As<__m512i>(s)));
+}
+ROOFLAX_INLINE I16 DotRow(I16 sums, I16 x, I16 w) { return Dot4(sums, x, w); }
+#elif defined(ROOFLAX_VNNI)
+constexpr int32_t kRowOffset = 128;
+ROOFLAX_INLINE __m256i DotPiece(__m256i sums, __m256i u, __m256i s) {
+#if defined(ROOFLAX_VNNI_IN_PAIRS)  // the same where the processor has only AVX2, for tests
+  const __m256i low = _mm256_set1_epi16(0xff);
+  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, low), _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8));
+  const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(s, 8));
+  return _mm256_add_epi32(sums, _mm256_add_epi32(even, odd));
+#else
+  return _mm256_dpbusd_avx_epi32(sums, u, s);
+#endif
+}
+ROOFLAX_INLINE I16 Dot4(I16 sums, I16 u, I16 s) {
+  ROOFLAX_EACH sums.at[i] = (I16::Piece)DotPiece((__m256i)sums.at[i], (__m256i)u.at[i], (__m256i)s.at[i]);
+  return sums;
 }
 ROOFLAX_INLINE I16 DotRow(I16 sums, I16 x, I16 w) { return Dot4(sums, x, w); }
 #elif defined(__AVX2__)
@@ -268,7 +290,7 @@ ROOFLAX_INLINE I16 BroadcastBytes(const void* four) {
 
 // Whether rows of two planes are multiplied as numbers of 16 bits: with AVX2 two of those take no longer than four
 // bytes, whose products do not fit into 16 bits.
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(ROOFLAX_PAIRS_OF_BYTES)
 constexpr bool kWords = true;
 
 // Four bytes of each lane as two pairs of 16 bits: the first and the third, the second and the fourth.

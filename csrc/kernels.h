@@ -381,6 +381,14 @@ struct TileKernels {
   void (*attend_halves)(const AttendArgs&);
 };
 
+// What products of bytes in 32 bits (dpbusd of AVX-VNNI) do beside AVX2; for the rest there are its kernels.
+struct ByteKernels {
+  int32_t row_offset;
+  void (*quantize_row)(const QuantizeRowsArgs&);
+  void (*quantize_groups)(const QuantizeGroupsArgs&);
+  void (*bytes)(const PackedArgs&);
+};
+
 // Rows of a run from which tiles are faster: fewer are read from memory no faster, and where groups have
 // scales, taking their sums out of the tiles costs as much as their products.
 constexpr int64_t kInt8From = 5, kGroupsFrom = 33;
@@ -394,6 +402,7 @@ inline int64_t MostRows(const Kernels& kernels, Code code, int64_t rows) {
 
 namespace generic { extern const Kernels kKernels; }
 namespace avx2 { extern const Kernels kKernels; }
+namespace avx2_vnni { extern const ByteKernels kBytes; }
 namespace avx512 { extern const Kernels kKernels; }
 namespace avx512_far { extern const Kernels kKernels; }
 namespace amx { extern const TileKernels kTiles; }

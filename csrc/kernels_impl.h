@@ -1,5 +1,6 @@
 // The kernels' code, compiled once per instruction set: the including file names ROOFLAX_ISA,
-// and with AVX-512 ROOFLAX_STREAMS, the places that a thread reads from at once.
+// and with AVX-512 ROOFLAX_STREAMS, the places that a thread reads from at once. ROOFLAX_TILES and
+// ROOFLAX_VNNI are the kernels by AMX's tiles and by AVX-VNNI's products of bytes alone.
 //
 // Vectors have sixteen lanes everywhere; a narrower machine gets them in pieces. What differs between
 // instruction sets is what has an instruction of its own, as products of bytes and table look-ups,
@@ -35,7 +36,14 @@ namespace {
 #include "impl_tiles.h"
 #include "impl_tiled_matrix.h"
 #include "impl_attention_tiles.h"
+#elif defined(ROOFLAX_VNNI)
+#include "impl_quantize.h"
+#include "impl_many.h"
+#include "impl_packed.h"
+#include "impl_blocks.h"
+#include "impl_codes.h"
 #else
+#include "impl_quantize.h"
 #include "impl_rows.h"
 #include "impl_many.h"
 #include "impl_matmul.h"
@@ -57,6 +65,8 @@ namespace {
 
 #if defined(ROOFLAX_TILES)
 const TileKernels kTiles = {SplitTerms, PairsByTiles, UnembedByTiles, BytesByTiles, AttendByTiles};
+#elif defined(ROOFLAX_VNNI)
+const ByteKernels kBytes = {kRowOffset, QuantizeRow, QuantizeGroups, Bytes};
 #else
 const Kernels kKernels = {ROOFLAX_ISA_NAME, kTileRows,   false,              kRowOffset,
                           kShortRow,        nullptr,     OrderInputs,        Matmul,

@@ -933,7 +933,7 @@ constexpr int64_t kRows[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 30};
 int main(int argc, char** argv) {
   std::vector<const char*> names(argv + 1, argv + argc);
   const bool all = names.empty();
-  if (all) names = {"generic", "avx2", "avx512", "avx512-far", "amx", "neon-dotprod", "neon-i8mm"};
+  if (all) names = {"generic", "avx2", "avx2-vnni", "avx512", "avx512-far", "amx", "neon-dotprod", "neon-i8mm"};
   TestMaskExchange();
   TestPackBlocks();
   TestEncoders();

@@ -1423,7 +1423,7 @@ int main(int argc, char** argv) {
                   {"rooflax_whole_attention_gradients", rooflax_whole_attention_gradients, FuzzWholeGradients},
                   {"rooflax_pack_blocks", nullptr, FuzzPackBlocks},
                   {"rooflax_encode", nullptr, FuzzEncode}};
-  for (const char* name : {"generic", "avx2", "avx512", "avx512-far", "amx"}) {
+  for (const char* name : {"generic", "avx2", "avx2-vnni", "avx512", "avx512-far", "amx"}) {
     if (only != nullptr && std::strcmp(name, only) != 0) continue;
     if (!rooflax_force_instruction_set(name)) {
       std::printf("%s: this processor has none\n", name);

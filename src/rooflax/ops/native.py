@@ -36,7 +36,7 @@ KERNELS_VERSION = 23
 """Version of what the arguments of its functions mean; csrc/attention_ffi.cc says the library's."""
 OLDER = "the native library is not of this version; install rooflax again"
 INSTRUCTION_SETS = (
-    "generic", "avx2", "avx512", "avx512-far", "amx", "neon-dotprod", "neon-i8mm",
+    "generic", "avx2", "avx2-vnni", "avx512", "avx512-far", "amx", "neon-dotprod", "neon-i8mm",
 )  # fmt: skip
 
 

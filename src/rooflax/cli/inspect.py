@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rooflax.cli import flags, platform, terminal
+from rooflax.cli import flags, platform, session, terminal
 from rooflax.cli.main import parser_of, with_flags
 from rooflax.cli.models import billions
 from rooflax.cli.parser import Parser, at_least_one
@@ -311,7 +311,7 @@ def lines(report: dict[str, Any]) -> list[str]:
         "",
         *_section("architecture", _architecture_rows(report["architecture"])),
         *_section("weights", _weight_rows(report["weights"]), right=(1, 2)),
-        *_not_applied_lines(report["weights"]["not_applied"]),
+        *_not_applied_lines(report["weights"]["not_applied"], report["memory"]),
         *_section(_memory_title(report["memory"]), _memory_rows(report["memory"]), right=(1,)),
         *_offloading_section(report["memory"]["offloading"]),
         *_mesh_section(report["memory"]["mesh"]),
@@ -358,8 +358,9 @@ def _weight_rows(known: dict[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _not_applied_lines(names: list[str]) -> list[str]:
-    return [f"not applied: {', '.join(names)}", ""] if names else []
+def _not_applied_lines(names: list[str], memory: dict[str, Any]) -> list[str]:
+    shown = session.not_applied(names, memory["quantize"] is not None)
+    return ["not applied", *(f"  {name}" for name in shown), ""] if shown else []
 
 
 def _memory_title(known: dict[str, Any]) -> str:

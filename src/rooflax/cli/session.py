@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,17 @@ if TYPE_CHECKING:
     from rooflax.async_llm import AsyncLLM
     from rooflax.llm import LLM
     from rooflax.loading.plan import Plan
+
+
+def not_applied(names: Sequence[str], quantizes_activations: bool) -> list[str]:
+    """Settings of a quantization scheme that are not applied, with what follows for activations.
+
+    Args:
+        names: `ModelInfo.not_applied`.
+        quantizes_activations: the format that was asked for rounds them in its own way.
+    """
+    is_exact = any("activation" in name for name in names) and not quantizes_activations
+    return [*names, *["so activations are more exact than in the scheme's own runtime"] * is_exact]
 
 
 def open_llm(args: argparse.Namespace, **settings: Any) -> LLM:
@@ -124,7 +135,8 @@ def _loaded(
         towers = " and ".join(plan.info.left_out)
         terminal.say(f"{name}: its text model is used, its {towers} tower is left out.")
     if plan.info.not_applied and not args.quiet:
-        terminal.say(f"{name}: not applied: {', '.join(plan.info.not_applied)}.")
+        names = not_applied(plan.info.not_applied, plan.storage.quantizes_activations)
+        terminal.say(f"{name}: not applied: {', '.join(names)}.")
     if plan.adapter is not None and plan.adapter.config.warning and not args.quiet:
         terminal.say(plan.adapter.config.warning)
     with (

@@ -75,10 +75,12 @@ class ModelInfo:
 
     @property
     def not_applied(self) -> tuple[str, ...]:
-        """Settings of the checkpoint's quantization scheme that are not applied."""
+        """Settings of the checkpoint's quantization scheme that are not applied, with the scales
+        that the files have for them."""
         if self.scheme is None or self.folder is None:
             return ()
-        return not_applied(declared_in(self.raw_config, self.folder) or {})
+        declared = declared_in(self.raw_config, self.folder) or {}
+        return not_applied(declared, Checkpoint(self.folder).names())
 
     def tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer; the embedded one for a preset.

@@ -155,6 +155,28 @@ def test_fp8_of_tensors_and_of_outputs(declared, shape, tmp_path):
     vendor.check(coded, vendor.write(tmp_path / "plain", vendor.LLAMA | PLAIN, plain), formats)
 
 
+def test_scales_that_are_not_applied_are_named(rooflax, tmp_path):
+    """By `inspect` and where the model is loaded: its activations are not rounded."""
+
+    def change(module, tensors, state):
+        tensors[f"{module}.input_scale"] = np.float32(0.5).reshape(())
+        return fp8(module, tensors, state, lambda *_: ())
+
+    tensors, _ = changed(vendor.LLAMA, change)
+    declared = {"quant_method": "fp8", "activation_scheme": "static"}
+    folder = vendor.write(tmp_path / "coded", vendor.LLAMA, tensors, **declared)
+    named = "static activation scales (input_scale)"
+    assert model_info(folder).not_applied == (named,)
+    exact = "so activations are more exact than in the scheme's own runtime"
+    shown = rooflax("inspect", folder).out
+    assert f"not applied\n  {named}\n  {exact}\n" in shown
+    assert json.loads(rooflax("inspect", folder, "--json").out)["weights"]["not_applied"] == [named]
+    wanted = f"{folder}: not applied: {named}"
+    ran = rooflax("generate", folder, "-p", "x", "-n", 1, "-q", "int8")
+    assert f"{wanted}.\n" in ran.err
+    assert f"{wanted}, {exact}.\n" in rooflax("generate", folder, "-p", "x", "-n", 1).err
+
+
 def fp8_blocks(module, tensors, state, size):
     """e4m3 with a scale for each block, of which the last may not be whole; scales, numbers."""
     codes = tensors[f"{module}.weight"].astype(np.float32) * 50

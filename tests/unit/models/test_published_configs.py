@@ -98,6 +98,26 @@ def test_settings_that_are_not_applied_are_named(declared, wanted):
     assert not_applied(declared) == wanted
 
 
+@pytest.mark.parametrize(
+    ("declared", "wanted"),
+    [
+        ({"quant_method": "fp8", "activation_scheme": "static"},
+         (f"{STATIC} (input_scale, input_global_scale)",)),
+        ({"quant_method": "fp8"}, (ROUNDED,)),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+         (f"{ROUNDED} (activation_scale_ub)",)),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"},
+         (f"{STATIC} (input_scale, input_global_scale)", f"{KV_CACHE} (k_scale)")),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {
+            "input_activations": {"num_bits": 4, "dynamic": "local"}}}},
+         (f"{STATIC} (input_scale, input_global_scale)",)),
+    ],
+)  # fmt: skip
+def test_scales_that_are_not_applied_are_named(declared, wanted):
+    ends = ("weight_scale", "input_global_scale", "k_scale", "input_scale")
+    assert not_applied(declared, [f"model.layers.0.x_proj.{end}" for end in ends]) == wanted
+
+
 def test_the_table_is_of_families_and_names_its_sources():
     opened = {row["config"]["model_type"] for row in ROWS if row["outcome"] == "opens"}
     assert opened <= set(families()) and len(opened & encoder_cases.FAMILIES) >= 6

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,12 @@ from rooflax.loading.json_files import read_json_object
 from rooflax.loading.schemes.bitsandbytes import read_bitsandbytes
 from rooflax.loading.schemes.coded import CodedWeights, KeptCodes, Scheme
 from rooflax.loading.schemes.compressed_tensors import read_compressed
-from rooflax.loading.schemes.floats import read_fbgemm, read_fp8
+from rooflax.loading.schemes.floats import (
+    ACTIVATION_SCALES,
+    CACHE_SCALES,
+    read_fbgemm,
+    read_fp8,
+)
 from rooflax.loading.schemes.gptq import read_awq, read_gptq
 from rooflax.loading.schemes.mlx import read_mlx
 from rooflax.loading.schemes.modelopt import read_modelopt
@@ -32,6 +37,8 @@ KV_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_method")
 """Keys that quantize the KV cache."""
 STATIC, DYNAMIC = ("FP8", "NVFP4", "MIXED_PRECISION"), ("FP8_PER_CHANNEL_PER_TOKEN",)
 """modelopt's algorithms that quantize activations, by stored scales and by their own."""
+BOUND = "activation_scale_ub"
+"""FBGEMM's largest scale of an activation."""
 BESIDE = "hf_quant_config.json"
 """The file in which modelopt says what config.json may leave out."""
 
@@ -49,11 +56,12 @@ def declared_in(raw: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
     return {"quant_method": "modelopt"} | declared if isinstance(declared, dict) else None
 
 
-def not_applied(declared: Mapping[str, Any]) -> tuple[str, ...]:
+def not_applied(declared: Mapping[str, Any], tensors: Collection[str] = ()) -> tuple[str, ...]:
     """Settings of a quantization scheme that rooflax does not apply: of activations and KV cache.
 
     Args:
         declared: as `declared_in` gives it.
+        tensors: names of the checkpoint's; the scales among them are named.
     """
     method, groups = declared.get("quant_method"), declared.get("config_groups")
     groups = groups.values() if isinstance(groups, dict) else ()
@@ -61,13 +69,17 @@ def not_applied(declared: Mapping[str, Any]) -> tuple[str, ...]:
     rounded = [each for each in inputs if isinstance(each, dict)]
     algorithm = declared.get("quant_algo")
     is_static = declared.get("activation_scheme") == "static" or algorithm in STATIC
-    named = []
-    if is_static or any(not each.get("dynamic") for each in rounded):
-        named.append("static activation scales")
+    ends, named = {name.rpartition(".")[2] for name in tensors}, []
+
+    def add(setting: str, scales: Sequence[str]) -> None:
+        named.append(f"{setting} ({', '.join(scales)})" if scales else setting)
+
+    if is_static or any(each.get("dynamic") is not True for each in rounded):
+        add("static activation scales", [name for name in ACTIVATION_SCALES if name in ends])
     elif rounded or method in ("fp8", "fbgemm_fp8") or algorithm in DYNAMIC:
-        named.append("activation quantization")
+        add("activation quantization", [BOUND] * (BOUND in declared))
     if any(declared.get(key) for key in KV_KEYS):
-        named.append("KV-cache quantization")
+        add("KV-cache quantization", [name for name in CACHE_SCALES if name in ends])
     return tuple(named)
 
 

@@ -26,12 +26,16 @@ from rooflax.ops.weights.formats import E2M1_VALUES, E8M0_VALUES
 E4M3, NVFP4_GROUP = "F8_E4M3", 16
 NOT_A_NUMBER = 0x7F
 """NaN's e4m3 code without its sign."""
-UNUSED = (
-    "input_scale", "activation_scale", "input_zero_point", "input_global_scale", "input_scale_ub",
-    "output_scale", "output_zero_point", "k_scale", "v_scale", "q_scale", "prob_scale",
-    "k_zero_point", "v_zero_point", "act_scale", "kv_scale",
+ACTIVATION_SCALES = (
+    "input_scale", "activation_scale", "act_scale", "input_zero_point", "input_global_scale",
+    "output_scale", "output_zero_point",
 )  # fmt: skip
-"""Scales of activations and of a KV cache, which are not rounded here."""
+"""Ends of names: static scales of activations, which are not rounded here."""
+CACHE_SCALES = (
+    "k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale", "k_zero_point", "v_zero_point"
+)  # fmt: skip
+"""Ends of names: scales of a KV cache, whose type the checkpoint does not choose here."""
+UNUSED = (*ACTIVATION_SCALES, *CACHE_SCALES, "input_scale_ub")
 
 
 def is_unused(name: str) -> bool:

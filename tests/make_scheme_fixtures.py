@@ -1,6 +1,6 @@
 """Writes tests/data/schemes: weights as other libraries quantize them, and what they dequantize to.
 
-Needs compressed-tensors, bitsandbytes and mlx beside the test environment:
+Needs compressed-tensors, bitsandbytes, mlx[cpu] and torchao beside the test environment:
 `python -m tests.make_scheme_fixtures`. Each case has tensors "stored/NAME" in the types of a
 checkpoint, "numbers/NAME" in float32, and its quantization_config.
 """
@@ -33,14 +33,14 @@ def array(tensor):
     return tensor.view(through).numpy().view(kind)
 
 
-def write(name, declared, stored, numbers):
+def write(name, declared, stored, numbers, metadata=None):
     FOLDER.mkdir(exist_ok=True)
     found = {f"stored/{n}": array(t) for n, t in stored.items()}
     found |= {f"numbers/{n}": array(t.to(torch.float32)) for n, t in numbers.items()}
     write_safetensors(
         FOLDER / f"{name}.safetensors",
         [TensorToWrite(n, dtype_name(a.dtype), a.shape, lambda a=a: a) for n, a in found.items()],
-        {"config": json.dumps(declared)},
+        {"config": json.dumps(declared), "metadata": json.dumps(metadata or {})},
     )
 
 
@@ -132,6 +132,43 @@ def mlx(name, bits, group):
     write(f"mlx_{name}", declared, stored, {f"{MODULE}.weight": numbers})
 
 
+def mlx_floats(mode, group):
+    """Numbers of a scale for each group, made in float32; scales of all sizes."""
+    mx = import_module("mlx.core")
+    mx.random.seed(group)
+    w = mx.random.normal((OUT, IN)) * 2.0 ** mx.random.randint(-9, 9, (OUT, 1)).astype(mx.float32)
+    packed, scales = mx.quantize(w.astype(mx.bfloat16), mode=mode)
+    numbers = mx.dequantize(packed, scales, mode=mode, dtype=mx.float32)
+    stored = {f"{MODULE}.weight": packed, f"{MODULE}.scales": scales}
+    stored = {name: torch.from_numpy(np.array(array)) for name, array in stored.items()}
+    declared = {"bits": 8 if mode == "mxfp8" else 4, "group_size": group, "mode": mode}
+    numbers = {f"{MODULE}.weight": torch.from_numpy(np.array(numbers))}
+    write(f"mlx_{mode}", declared, stored, numbers)
+
+
+def torchao(name, config, **how):
+    """As transformers saves it; dequantized in float32.
+
+    Args:
+        config: its class.
+        how: its arguments.
+    """
+    quantization = import_module("torchao.quantization")
+    flatten = import_module("torchao.prototype.safetensors.safetensors_support")
+    to_dict = import_module("torchao.core.config").config_to_dict
+    torch.manual_seed(len(name))
+    layer = torch.nn.Linear(IN, OUT, bias=False, dtype=torch.bfloat16)
+    chosen = getattr(quantization, config)(**how)
+    quantization.quantize_(layer, chosen)
+    stored, metadata = flatten.flatten_tensor_state_dict({f"{MODULE}.weight": layer.weight.data})
+    if type(layer.weight).__name__ == "IntxUnpackedToInt8Tensor":
+        numbers = layer.weight.to(torch.float32).dequantize()
+    else:
+        numbers = layer.weight.dequantize(torch.float32)
+    declared = {"quant_method": "torchao", "quant_type": {"default": to_dict(chosen)}}
+    write(f"torchao_{name}", declared, stored, {f"{MODULE}.weight": numbers}, metadata)
+
+
 def main():
     pack = "pack-quantized"
     compressed("int4", pack, num_bits=4, strategy="group", group_size=32)
@@ -154,6 +191,21 @@ def main():
     bits_and_bytes("fp4", True, "fp4")
     for bits, group in ((2, 32), (3, 64), (4, 64), (5, 128), (6, 64), (8, 64)):
         mlx(f"{bits}_bits", bits, group)
+    for mode, group in (("mxfp4", 32), ("mxfp8", 32), ("nvfp4", 16)):
+        mlx_floats(mode, group)
+    granularity = import_module("torchao.quantization.granularity")
+    mappings = import_module("torchao.quantization").MappingType
+    groups = {size: granularity.PerGroup(size) for size in (32, 64)}
+    torchao("int8", "Int8WeightOnlyConfig")
+    torchao("int8_dynamic", "Int8DynamicActivationInt8WeightConfig")
+    torchao("int8_groups", "Int8WeightOnlyConfig", granularity=groups[32])
+    torchao("fp8", "Float8WeightOnlyConfig")
+    torchao("fp8_tensor", "Float8WeightOnlyConfig", granularity=granularity.PerTensor())
+    torchao("int4", "IntxWeightOnlyConfig", weight_dtype=torch.int4, granularity=groups[32])
+    torchao(
+        "int4_zeros", "Int8DynamicActivationIntxWeightConfig", weight_dtype=torch.int4,
+        weight_granularity=groups[64], weight_mapping_type=mappings.ASYMMETRIC,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

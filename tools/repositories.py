@@ -18,12 +18,12 @@ from rooflax.loading.schemes.bitsandbytes import BitsAndBytes
 from rooflax.loading.schemes.coded import affine_format
 from rooflax.loading.schemes.gptq import Awq, Gptq
 from rooflax.loading.schemes.mlx import FORMATS as MLX_FORMATS
-from rooflax.loading.schemes.mlx import Mlx
+from rooflax.loading.schemes.mlx import MODES, Mlx
 from rooflax.models.memory import estimate
 from rooflax.models.registry import families, read_config
 from rooflax.models.repositories import sizes_of
 from rooflax.nn.decoder import Decoder
-from rooflax.nn.storage import Storage
+from rooflax.nn.storage import Storage, is_matmul
 from rooflax.ops.format_names import resolve_format
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +32,8 @@ FILE = ROOT / "src" / "rooflax" / "models" / "repositories.json"
 HUB = re.compile(r"[\w.-]+/[\w.-]+")
 TOKENS = 4096
 WIDTHS = ("int8", "int4")
+MIXED = ("mxfp4-a16",)
+"""Formats that MLX has of experts alone."""
 KEYS = ("quantization_config", "quantization", "compression_config")
 HEAD = """\
 | repository | family | quantized | opens | GiB as it is | `-q int8` | `-q int4` |
@@ -87,7 +89,8 @@ def _row(name: str, raw: dict[str, Any], outcome: str) -> dict[str, Any]:
     _, config = read_config(_plain(raw))
     format = kept_format(raw) if declared else None
     row["embeds"] = not config.is_causal
-    row["bytes"] = {"": num_bytes(config, format)}
+    is_mixed = isinstance(read_scheme(raw, Path()), Mlx) and format in MIXED
+    row["bytes"] = {"": num_bytes(config, format, is_mixed=is_mixed)}
     if format in (None, "float32"):
         row["bytes"] |= {width: num_bytes(config, resolve_format(width)) for width in WIDTHS}
     return row
@@ -110,7 +113,9 @@ def kept_format(raw: dict[str, Any]) -> str | None:
     if isinstance(scheme, BitsAndBytes):
         return "w8a16" if declared.get("load_in_8bit") else "nf4-a16"
     if isinstance(scheme, Mlx):
-        return MLX_FORMATS.get(scheme.bits, "float32")
+        settings = scheme.settings
+        is_float = settings.mode in MODES
+        return MODES[settings.mode][2] if is_float else MLX_FORMATS.get(settings.bits, "float32")
     if method == "modelopt":
         return "nvfp4-a16" if "NVFP4" in declared.get("quant_algo", "") else "fp8-a16"
     if method == "compressed-tensors":
@@ -131,14 +136,19 @@ def _compressed(weights: dict[str, Any]) -> str:
     return affine_format(128, bits, group, "BF16", zero) or "float32"
 
 
-def num_bytes(config: Decoder, format: str | None) -> int:
+def num_bytes(config: Decoder, format: str | None, *, is_mixed: bool = False) -> int:
     """Weights and KV cache; embedding and head in bfloat16 beside a checkpoint's own codes.
 
     Args:
         format: of matrices; None is bfloat16.
+        is_mixed: it is that of experts, and others have 8 bits, which become float32.
     """
     keeps = format != "float32"
     storage = Storage(quantize=format if keeps else None, keeps_bfloat16=keeps)
+    if is_mixed and format:
+        matrices = [param for param in config.params() if is_matmul(param, config)]
+        experts = [param.name for param in matrices if param.line.num_stacked]
+        storage = Storage(prequantized=dict.fromkeys(experts, format))
     need = estimate(
         config, storage=storage, kv_dtype="float16" if format and keeps else "float32", rows=1,
         tokens=min(TOKENS, config.max_position),

@@ -20,10 +20,11 @@ PAGE = 'the page "Models that rooflax runs", docs/models.md'
 """The page of the families, made of what this module knows; its title can be looked for."""
 READ_QUANTIZATION = (
     "rooflax", "mxfp4", "fp8", "awq", "gptq", "compressed-tensors", "fbgemm_fp8", "modelopt",
-    "bitsandbytes", "mlx",
+    "bitsandbytes", "mlx", "auto-round", "intel/auto-round",
+    "torchao",
 )  # fmt: skip
 
-CHANGED_BY_MLX = ("qwen3_next", "qwen3_5", "gpt_oss", "lfm2")
+CHANGED_BY_MLX = ("qwen3_next", "qwen3_5", "lfm2")
 """Begin the names of families whose norms or kernels mlx-lm writes otherwise."""
 
 

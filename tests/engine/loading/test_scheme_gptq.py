@@ -254,3 +254,78 @@ def test_modules_of_their_own_settings(tmp_path):
     raw = vendor.LLAMA | {"torch_dtype": "float32"}
     formats = {"qkv": "w4a16", "o": None, "gate_up": "w4a16", "down": "w8a16-g32"}
     vendor.check(coded, vendor.write(tmp_path / "plain", raw, plain), formats)
+
+
+OLDER = {"quant_method": "intel/auto-round"}
+
+
+@pytest.mark.parametrize(
+    ("stated", "layout", "less_one"),
+    [
+        ({"packing_format": "auto_round:auto_gptq"}, "gptq", True),
+        ({"packing_format": "auto_round:gptqmodel"}, "gptq", False),
+        ({"packing_format": "auto_round", "sym": False}, "gptq", False),
+        ({"packing_format": "auto_round:auto_awq", "backend": "auto"}, "awq", None),
+        (OLDER | {"backend": "auto_round:gptq:exllamav2"}, "gptq", True),
+    ],
+)
+def test_auto_round_packs_as_gptq_or_awq(stated, layout, less_one, tmp_path):
+    symmetric = stated.get("sym", True)
+    tensors = vendor.tensors(vendor.LLAMA)
+    plain = dict(tensors)
+    how = {"group": 64, "symmetric": symmetric, "less_one": less_one}
+    for module in vendor.linears(tensors):
+        quantized(module, tensors, plain, layout, **how)
+        tensors.pop(f"{module}.g_idx", None)  # which it leaves out
+    said = {"bits": 4, "group_size": 64, "sym": True, "data_type": "int", "iters": 200}
+    said |= {"autoround_version": "0.8", "enable_quanted_input": True}
+    said |= {"quant_method": "auto-round"} | stated
+    coded = vendor.write(tmp_path / "coded", vendor.LLAMA, tensors, **said)
+    raw = vendor.LLAMA | {"torch_dtype": "float32"}
+    formats = alike("w4a16" if symmetric else "w4a16-z64")
+    vendor.check(coded, vendor.write(tmp_path / "plain", raw, plain), formats)
+
+
+def test_auto_rounds_settings_of_modules(tmp_path):
+    """By names, before patterns that are found anywhere in them."""
+    tensors = vendor.tensors(vendor.LLAMA)
+    plain = dict(tensors)
+    for module in vendor.linears(tensors):
+        bits = 8 if module.endswith(("down_proj", "q_proj")) else 4
+        if "o_proj" not in module:
+            quantized(module, tensors, plain, "gptq", bits=bits, group=64, symmetric=True)
+    eight = {"bits": 8, "data_type": "int", "act_bits": 16, "act_sym": True}
+    own = {
+        "model.layers.0.self_attn.q_proj": eight,
+        r"layers\.0.*(down|q)_proj": eight | {"sym": True},
+        "model.layers.0.self_attn.o_proj": {"bits": 16, "act_bits": 16, "data_type": "float"},
+    }  # fmt: skip
+    declared = {"quant_method": "auto-round", "bits": 4, "group_size": 64, "extra_config": own}
+    coded = vendor.write(tmp_path / "coded", vendor.LLAMA, tensors, **declared)
+    raw = vendor.LLAMA | {"torch_dtype": "float32"}
+    formats = {"qkv": "w8a16-g32|w4a16|w4a16", "o": None, "gate_up": "w4a16", "down": "w8a16-g32"}
+    vendor.check(coded, vendor.write(tmp_path / "plain", raw, plain), formats)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"packing_format": "auto_round:llm_compressor"}, "packing_format = 'auto_round:llm_comp"),
+        ({"data_type": "mx_fp"}, "data_type = 'mx_fp'"),
+        ({"act_bits": 8}, "act_bits = 8"),
+        ({"super_bits": 6}, "super_bits = 6"),
+        ({"extra_config": {"x": {"bits": 4, "data_type": "fp"}}}, "data_type = 'fp'"),
+        ({"packing_format": "auto_round:auto_awq", "bits": 8}, "AWQ's layout with others than 4"),
+        (
+            {"packing_format": "auto_round:auto_awq", "extra_config": {"x": {"group_size": 32}}},
+            "AWQ's layout with others than 4",
+        ),
+        ({"rotation": "hadamard"}, "'rotation'"),
+        ({"extra_config": {"x": {"rotation": 1}}}, "'rotation'"),
+    ],
+)
+def test_what_else_auto_round_writes_is_rejected_by_name(change, said, tmp_path):
+    declared = {"quant_method": "auto-round", "bits": 4, "group_size": 64} | change
+    folder = vendor.write(tmp_path / "c", vendor.LLAMA, {"x": np.zeros(1)}, **declared)
+    with pytest.raises(UnsupportedModelError, match=said):
+        model_info(folder)

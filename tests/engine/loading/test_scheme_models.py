@@ -13,8 +13,10 @@ import pytest
 from rooflax import load
 from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.loading.model_info import model_info
+from rooflax.loading.plan import make_plan
 from rooflax.loading.schemes.compressed_tensors import CompressedTensors
 from rooflax.ops.weights.formats import NF4_VALUES
+from tests import goldens
 from tests.support.loading import vendor
 
 pytestmark = pytest.mark.oldest_jax
@@ -27,6 +29,9 @@ PLAIN = {"torch_dtype": "float32"}
 def halves(codes):
     """Two codes of four bits a byte, low half first."""
     return (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)
+
+
+INT8 = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}}
 
 
 def int4(module, tensors, state, group):
@@ -251,8 +256,10 @@ def affine(module, tensors, state, bits, group, shape=None):
     shape = shape or tensors.pop(f"{module}.weight").shape
     codes = state.randint(0, 2**bits, shape).astype(np.uint8)
     groups = (*shape[:-1], shape[-1] // group)
-    scales = (state.standard_normal(groups) / 2**bits / 10).astype(ml_dtypes.bfloat16)
-    biases = (state.standard_normal(groups) / 10).astype(ml_dtypes.bfloat16)
+    both = state.standard_normal((2, *groups))
+    both += np.copysign(0.05, both)  # smaller ones are no float16s
+    scales, biases = (both / 10).astype(ml_dtypes.bfloat16)
+    scales = scales / ml_dtypes.bfloat16(2**bits)
     flat = codes.reshape(-1, shape[-1])
     octets = halves(flat) if bits == 4 else flat
     words = np.ascontiguousarray(octets).view(np.uint32)
@@ -312,6 +319,94 @@ def test_mlx_with_experts_in_one_stack(raw, tmp_path):
     vendor.check(coded, plain, formats, runs=True)
 
 
+GPT_OSS = goldens.VARIANTS["gpt_oss_short"]
+FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+def mxfp4(module, tensors, state, shape):
+    """MLX's e2m1 with a power of two per 32 inputs; the numbers."""
+    codes = state.randint(0, 16, shape).astype(np.uint8)
+    scales = state.randint(120, 128, (*shape[:-1], shape[-1] // 32)).astype(np.uint8)
+    words = np.ascontiguousarray(halves(codes.reshape(-1, shape[-1]))).view(np.uint32)
+    tensors[f"{module}.weight"] = words.reshape(*shape[:-1], -1)
+    tensors[f"{module}.scales"] = scales
+    factors = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
+    return np.array(E2M1, np.float32)[codes] * np.repeat(factors, 32, axis=-1)
+
+
+def gpt_oss(write_experts):
+    """MLX's names of GPT-OSS: gate and up apart, and attention in eight bits; both states."""
+    tensors, state = vendor.tensors(GPT_OSS), np.random.RandomState(3)
+    plain = dict(tensors)
+    for name in list(plain):
+        stack, _, own = name.rpartition(".")
+        if own in FUSED:
+            each = FUSED[own]
+            experts, inner, outer = tensors.pop(name).shape
+            biases = tensors.pop(f"{name}_bias")
+            numbers = np.empty((experts, inner, outer), np.float32)
+            for index, matmul in enumerate(each):
+                module, shape = f"{stack}.{matmul}", (experts, outer // len(each), inner)
+                made = write_experts(module, tensors, state, shape)
+                numbers[..., index :: len(each)] = made.swapaxes(1, 2)
+                tensors[f"{module}.bias"] = np.ascontiguousarray(biases[:, index :: len(each)])
+            plain[name] = numbers
+        elif own == "weight" and "_proj" in stack and "o_proj" not in stack:
+            plain[name] = affine(stack, tensors, state, 8, 64).astype(np.float32)
+    return tensors, plain
+
+
+def written_by_mlx(folder, tensors, said):
+    """A folder of `gpt_oss`, whose attention has eight bits."""
+    modules = [n.removesuffix(".biases") for n in tensors if "_attn" in n and n.endswith("biases")]
+    said = said | {module: {"group_size": 64, "bits": 8} for module in modules}
+    return vendor.write(
+        folder, GPT_OSS | {"quantization": said, "quantization_config": said}, tensors
+    )
+
+
+@pytest.mark.parametrize("mode", ["mxfp4", "affine"])
+def test_mlx_of_gpt_oss(mode, tmp_path):
+    """Whose experts it splits into gate and up."""
+    if mode == "mxfp4":
+        said, format = {"group_size": 32, "bits": 4, "mode": mode}, "mxfp4-a16"
+        tensors, plain = gpt_oss(mxfp4)
+    else:
+        said, format = {"group_size": 32, "bits": 4}, "q4_1-a16"
+        tensors, plain = gpt_oss(lambda *module: affine(*module[:3], 4, 32, module[3]))
+    coded = written_by_mlx(tmp_path / "coded", tensors, said)
+    plain = vendor.write(tmp_path / "plain", GPT_OSS | PLAIN, plain)
+    formats = {"qkv": None, "o": None, "router": None, "gate_up": format, "down": format}
+    vendor.check(coded, plain, formats, runs=True)
+    plan = make_plan(coded)
+    assert {name.rpartition(".")[2] for name in plan.storage.dequantized} == {"qkv"}
+    assert plan.load_bytes == load(coded, dtype=None).weights_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("up_proj.weight", lambda a: a[:, :-1], r"gate_proj.weight in .* and its like have the sh"),
+        ("up_proj.weight", None, "has no weight beside it"),
+        ("gate_proj.scales", lambda a: a[..., :-1], r"gate_proj.scales in .* wanted U8"),
+        ("gate_proj.scales", lambda a: a.astype(np.float32), "gate_proj.scales in .* is F32"),
+        ("up_proj.bias", lambda a: a[:, :-1], "gate_proj.bias in .* and its like have the shapes"),
+        ("up_proj.bias", None, "has no bias beside it"),
+        ("gate_proj.weight", lambda a: a[0, 0], r"gate_proj.weight in .* has the shape \[8\]"),
+    ],
+)
+def test_what_does_not_fit_a_stack_of_mlx_is_named(name, change, said, tmp_path):
+    tensors, _ = gpt_oss(mxfp4)
+    stack = "model.layers.0.mlp.experts"
+    changed = tensors.pop(f"{stack}.{name}")
+    if change is not None:
+        tensors[f"{stack}.{name}"] = np.ascontiguousarray(change(changed))
+    said_by_all = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+    folder = written_by_mlx(tmp_path / "c", tensors, said_by_all)
+    with pytest.raises(CheckpointError, match=said):
+        model_info(folder).weights()
+
+
 def test_int8_of_bitsandbytes(tmp_path):
     """q * SCB / 127 is rounded twice, once where it is kept with SCB / 127 as its scale."""
 
@@ -360,6 +455,92 @@ def test_what_does_not_fit_is_named(name, change, said, tmp_path):
     folder = vendor.write(tmp_path / "c", vendor.LLAMA, tensors, **COMPRESSED)
     with pytest.raises(CheckpointError, match=said):
         load(folder, dtype=None)
+
+
+def torchao(**changed):
+    """Both states of int8 weights, and what the file's metadata says of all tensors."""
+    tensors, state = vendor.tensors(vendor.LLAMA), np.random.RandomState(4)
+    plain, metadata = dict(tensors), {name: json.dumps({"_type": "Tensor"}) for name in tensors}
+    for module in vendor.linears(tensors):
+        outer, inner = tensors.pop(f"{module}.weight").shape
+        codes = state.randint(-127, 128, (outer, inner)).astype(np.int8)
+        scales = (state.uniform(0.5, 2, (outer, 1)) / 2000).astype(np.float32)
+        tensors[f"{module}._weight_qdata"], tensors[f"{module}._weight_scale"] = codes, scales
+        tensors[f"{module}._weight_zero_point"] = np.zeros((outer, 1), np.int8)
+        described = {"_type": "Int8Tensor", "_data": {"block_size": [1, inner]}} | changed
+        metadata[f"{module}.weight"] = json.dumps(described)
+        plain[f"{module}.weight"] = codes * scales
+    return tensors, plain, metadata | {"tensor_names": json.dumps(list(metadata))}
+
+
+def test_int8_of_torchao(tmp_path):
+    tensors, plain, metadata = torchao()
+    coded = vendor.write(tmp_path / "coded", vendor.LLAMA, tensors, metadata, **INT8)
+    formats = dict.fromkeys(("qkv", "o", "gate_up", "down"), "w8a16")
+    plain = vendor.write(tmp_path / "plain", vendor.LLAMA | PLAIN, plain)
+    vendor.check(coded, plain, formats, runs=True)
+    assert model_info(coded).not_applied == ()
+    dynamic = {"default": {"_type": "Int8DynamicActivationInt8WeightConfig"}}
+    (coded / "config.json").write_text(
+        json.dumps(vendor.LLAMA | {"quantization_config": INT8 | {"quant_type": dynamic}})
+    )
+    assert model_info(coded).not_applied == ("activation quantization",)
+
+
+@pytest.mark.parametrize(
+    ("described", "said"),
+    [
+        ({"_type": "Int4TilePackedTo4dTensor"}, "is a 'Int4TilePackedTo4dTensor' of torchao, whi"),
+        ({"_type": 5}, "has metadata that describe no tensor of torchao"),
+        ({"_data": [3]}, "has metadata that describe no tensor of torchao"),
+        ({"_data": {}}, "has block_size = None; it must be two sizes"),
+        ({"_data": {"block_size": [1, 0]}}, r"has block_size = \[1, 0\]; it must be two sizes"),
+        ({"_data": {"block_size": [3, 128]}}, r"has blocks of \[3, 128\]"),
+        ({"_data": {"block_size": [1, 48]}}, "inputs, which groups of 48 do not divide"),
+        ({"_data": {"block_size": [1, 64]}}, r"_weight_scale in .* wanted F16 or .* \[128, 2\]"),
+        (
+            {"_data": {"block_size": [1, 128], "target_dtype": {"_data": "int5"}}},
+            "has blocks of .* 'int5'",
+        ),
+        ({"_type": "Float8Tensor"}, "_weight_qdata in .* is I8 and has scales, which belong to F8"),
+    ],
+)
+def test_what_torchao_describes_otherwise_is_named(described, said, tmp_path):
+    tensors, _, metadata = torchao(**described)
+    folder = vendor.write(tmp_path / "c", vendor.LLAMA, tensors, metadata, **INT8)
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=rf"_proj.*{said}"):
+        model_info(folder).weights()
+
+
+@pytest.mark.parametrize(
+    ("end", "change", "said"),
+    [
+        ("qdata", None, "has no _weight_qdata beside it"),
+        ("qdata", lambda a: a.astype(np.int16), "_weight_qdata in .* is I16"),
+        ("qdata", lambda a: a[0], r"_weight_qdata in .* has the shape \[128\]"),
+        ("scale", None, "has no _weight_scale beside it"),
+        ("zero_point", lambda a: a + np.int8(1), "_weight_zero_point in .* other zero points than"),
+        ("zero_point", lambda a: a.astype(np.float32), "_weight_zero_point in .* is F32"),
+    ],
+)
+def test_tensors_of_torchao_that_do_not_fit_are_named(end, change, said, tmp_path):
+    tensors, _, metadata = torchao()
+    array = tensors.pop(f"{Q}._weight_{end}")
+    if change is not None:
+        tensors[f"{Q}._weight_{end}"] = np.ascontiguousarray(change(array))
+    folder = vendor.write(tmp_path / "c", vendor.LLAMA, tensors, metadata, **INT8)
+    with pytest.raises(CheckpointError, match=rf"q_proj.*{said}"):
+        load(folder, dtype=None)
+
+
+def test_codes_of_torchao_have_no_more_bits_than_it_says(tmp_path):
+    four = {"block_size": [1, 128], "target_dtype": {"_type": "torch.dtype", "_data": "int4"}}
+    tensors, _, metadata = torchao()
+    described = {"_type": "IntxUnpackedToInt8Tensor", "_data": four}
+    metadata[f"{Q}.weight"] = json.dumps(described)
+    folder = vendor.write(tmp_path / "c", vendor.LLAMA, tensors, metadata, **INT8)
+    with pytest.raises(CheckpointError, match="_weight_qdata in .* holds a number of more than 4"):
+        load(folder)
 
 
 def test_targets_are_names_or_classes(tmp_path):
@@ -423,8 +604,16 @@ def one_group(**group):
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo = 'W4A8_AWQ'"),
         ({"quant_method": "bitsandbytes", "bnb_4bit_quant_storage": "bfloat16"}, "quant_storage"),
         ({"quant_method": "mlx", "group_size": 64, "bits": 7}, "bits = 7"),
-        ({"quant_method": "mlx", "group_size": 32, "bits": 4, "mode": "mxfp4"}, "mode = 'mxfp4'"),
-        ({"quant_method": "torchao"}, "quantised by 'torchao'"),
+        ({"quant_method": "mlx", "group_size": 32, "bits": 4, "mode": "mxfp2"}, "mode = 'mxfp2'"),
+        ({"quant_method": "mlx", "group_size": 64, "bits": 4, "mode": "mxfp4"}, "be 4 and 32"),
+        ({"quant_method": "mlx", "group_size": 64, "x": {"mode": "nvfp4", "bits": 8}}, "4 and 16"),
+        ({"quant_method": "quark"}, "quantised by 'quark'"),
+        (
+            INT8 | {"quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}},
+            "torchao's 'Int4WeightOnlyConfig', which packs them for one kind",
+        ),
+        ({"quant_method": "torchao", "quant_type": {"default": {}, "x": 1}}, "no '_type'"),
+        ({"quant_method": "torchao"}, "no 'quant_type'"),
     ],
 )  # fmt: skip
 def test_keys_that_change_values_are_rejected_by_name(change, said, tmp_path):

@@ -1,4 +1,4 @@
-"""What compressed-tensors, bitsandbytes and MLX quantized are the numbers that they make of it.
+"""What compressed-tensors, bitsandbytes, MLX and torchao quantized is the numbers they make of it.
 
 tests/make_scheme_fixtures.py wrote the cases.
 """
@@ -45,6 +45,16 @@ FORMATS = {
     "mlx_5_bits": "q5_1-a16",
     "mlx_6_bits": None,
     "mlx_8_bits": None,
+    "mlx_mxfp4": "mxfp4-a16",
+    "mlx_mxfp8": "fp8-a16-g32",
+    "mlx_nvfp4": "nvfp4-a16",
+    "torchao_fp8": "fp8-a16",
+    "torchao_fp8_tensor": "fp8-a16",
+    "torchao_int4": "w4a16",
+    "torchao_int4_zeros": "w4a16-z64",
+    "torchao_int8": "w8a16",
+    "torchao_int8_dynamic": "w8a16",
+    "torchao_int8_groups": None,
 }
 """What keeps the codes: float16 holds no float32 scales, and int8 no zero points."""
 
@@ -53,7 +63,8 @@ ELSEWHERE = dict.fromkeys(
     ("bitsandbytes_nf4", "bitsandbytes_nf4_double", "compressed_fp8_block", "compressed_nvfp4")
 )
 ELSEWHERE |= {name: None for name in FORMATS if name.startswith("mlx")}
-ELSEWHERE |= {"compressed_int4_zeros": "w8a16-g32"}
+ELSEWHERE |= {"compressed_int4_zeros": "w8a16-g32", "mlx_mxfp4": "mxfp4-a16"}
+ELSEWHERE |= {"torchao_int4_zeros": "w8a16-g32"}
 """On GPU and TPU, where it is another."""
 
 
@@ -65,7 +76,8 @@ def opened(case, folder):
         TensorToWrite(name, dtype_name(array.dtype), array.shape, lambda array=array: array)
         for name, array in stored.items()
     ]
-    write_safetensors(folder / "model.safetensors", arrays)
+    metadata = json.loads(file.metadata.get("metadata", "{}"))
+    write_safetensors(folder / "model.safetensors", arrays, metadata)
     raw = {"quantization_config": json.loads(file.metadata["config"])}
     scheme = read_scheme(raw, folder)
     assert scheme is not None

@@ -47,10 +47,11 @@ def linears(found):
     return [name.removesuffix(".weight") for name in found if name.endswith("_proj.weight")]
 
 
-def write(folder, raw, found, **declared):
+def write(folder, raw, found, metadata=None, **declared):
     """A checkpoint folder.
 
     Args:
+        metadata: of the file.
         declared: its quantization_config; without one its weights are plain.
     """
     folder.mkdir(parents=True)
@@ -60,7 +61,7 @@ def write(folder, raw, found, **declared):
         TensorToWrite(name, dtype_name(array.dtype), array.shape, lambda array=array: array)
         for name, array in found.items()
     ]
-    write_safetensors(folder / "model.safetensors", arrays)
+    write_safetensors(folder / "model.safetensors", arrays, metadata)
     goldens.write_tokenizer(folder)
     return folder
 

@@ -140,7 +140,7 @@ def test_what_is_rejected_names_repositories_of_its_sizes_that_open(tmp_path):
         read_config(llama | unread)
     marlin = {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}
     (tmp_path / "config.json").write_text(json.dumps(qwen | {"quantization_config": marlin}))
-    with pytest.raises(UnsupportedModelError, match=r"Of its sizes open mlx-community/Qwen3-8B-8b"):
+    with pytest.raises(UnsupportedModelError, match=r"Of its sizes open Intel/Qwen3-8B-int4-Auto"):
         model_info(tmp_path)
     falcon = {"model_type": "falcon", "hidden_size": 4544, "num_hidden_layers": 32}
     falcon |= {"vocab_size": 65024, "architectures": ["FalconForCausalLM"]}

@@ -16,20 +16,24 @@ from rooflax.loading.schemes.floats import (
     read_fbgemm,
     read_fp8,
 )
-from rooflax.loading.schemes.gptq import read_awq, read_gptq
+from rooflax.loading.schemes.gptq import read_auto_round, read_awq, read_gptq
 from rooflax.loading.schemes.mlx import read_mlx
 from rooflax.loading.schemes.modelopt import read_modelopt
+from rooflax.loading.schemes.torchao import read_torchao
 from rooflax.models.config_reader import ConfigReader
 
 READERS: dict[str, Callable[[ConfigReader], Scheme]] = {
+    "auto-round": read_auto_round,
     "awq": read_awq,
     "bitsandbytes": read_bitsandbytes,
     "compressed-tensors": read_compressed,
     "fbgemm_fp8": read_fbgemm,
     "fp8": read_fp8,
     "gptq": read_gptq,
+    "intel/auto-round": read_auto_round,
     "mlx": read_mlx,
     "modelopt": read_modelopt,
+    "torchao": read_torchao,
 }
 KEYS = ("quantization_config", "compression_config", "quantization")
 """Keys of config.json: the second is compressed-tensors' older one, the third MLX's."""
@@ -37,6 +41,8 @@ KV_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_method")
 """Keys that quantize the KV cache."""
 STATIC, DYNAMIC = ("FP8", "NVFP4", "MIXED_PRECISION"), ("FP8_PER_CHANNEL_PER_TOKEN",)
 """modelopt's algorithms that quantize activations, by stored scales and by their own."""
+ROUNDS = "DynamicActivation"
+"""In the names of torchao's configs that do."""
 BOUND = "activation_scale_ub"
 """FBGEMM's largest scale of an activation."""
 BESIDE = "hf_quant_config.json"
@@ -76,7 +82,12 @@ def not_applied(declared: Mapping[str, Any], tensors: Collection[str] = ()) -> t
 
     if is_static or any(each.get("dynamic") is not True for each in rounded):
         add("static activation scales", [name for name in ACTIVATION_SCALES if name in ends])
-    elif rounded or method in ("fp8", "fbgemm_fp8") or algorithm in DYNAMIC:
+    elif (
+        rounded
+        or method in ("fp8", "fbgemm_fp8")
+        or algorithm in DYNAMIC
+        or ROUNDS in str(declared.get("quant_type"))
+    ):
         add("activation quantization", [BOUND] * (BOUND in declared))
     if any(declared.get(key) for key in KV_KEYS):
         add("KV-cache quantization", [name for name in CACHE_SCALES if name in ends])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import jax
@@ -22,7 +23,7 @@ from rooflax.loading.source import DerivedSource
 from rooflax.loading.tensor_plan import NameMap
 from rooflax.models.registry import family
 from rooflax.nn.decoder import Decoder
-from rooflax.nn.storage import is_head, is_matmul, matmul_shape, parts_of
+from rooflax.nn.storage import TABLES, is_head, is_matmul, matmul_shape, parts_of
 from rooflax.nn.tensor_layouts import HeadPart, PerExpert, TensorLayout
 from rooflax.nn.weights import Param
 from rooflax.ops import accelerator
@@ -46,6 +47,8 @@ class Coded:
         format: the one that holds its numbers exactly; None where none does.
         numbers: makes the tensor, in float32.
         codes: [out, in] and scales [out, ...] as `ops.weights.pack` takes them for the format.
+        is_stack: of all experts: [experts, in, out], the codes [experts, out, in] in our order of
+            outputs, and the scales likewise.
     """
 
     shape: tuple[int, ...]
@@ -53,6 +56,7 @@ class Coded:
     format: str | None
     numbers: Callable[[], np.ndarray]
     codes: Callable[[], tuple[np.ndarray, np.ndarray]]
+    is_stack: bool = False
 
 
 class CodedTensors(NamedTuple):
@@ -93,6 +97,15 @@ class Tensors:
 
     def info(self, name: str) -> TensorInfo:
         return self._checkpoint.info(name)
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Texts of all files' headers."""
+        return {key: text for file in self._checkpoint.files for key, text in file.metadata.items()}
+
+    @property
+    def folder(self) -> Path:
+        return self._checkpoint.folder
 
     def error(self, name: str, reason: str) -> CheckpointError:
         where = self._checkpoint.path(name) if name in self else self._checkpoint.folder
@@ -307,7 +320,7 @@ class KeptCodes:
             for param in matmuls
             if param.key in kept and (format := formats[param.name])
         }
-        params = list(config.params())
+        params = [p for p in config.params() if is_matmul(p, config) or p.key in TABLES]
         coded = {param.key for param in params if any(self._coded(param))} - kept
         self.dequantized = frozenset(param.name for param in params if param.key in coded)
 
@@ -318,10 +331,12 @@ class KeptCodes:
         """The format of a weight, or of each of its tensors; None where one has none."""
         layout = param.line.layout
         layout = layout.each if isinstance(layout, PerExpert) else layout
+        coded_parts = self._coded(param)
+        is_stack = any(coded and coded.is_stack for coded in coded_parts)
         transposed = type(layout) is TensorLayout and not is_head(param, self._config)
-        if transposed or isinstance(layout, HeadPart):
+        if (transposed and not is_stack) or isinstance(layout, HeadPart):
             return None
-        each = [coded and coded.format for coded in self._coded(param)]
+        each = [coded and coded.format for coded in coded_parts]
         if len(set(each)) == 1:
             return each[0]
         _, sizes = param.line.layout.beside(matmul_shape(param, self._config)[1]) or (0, ())
@@ -344,6 +359,9 @@ class KeptCodes:
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Codes and scales [*experts, out, ...] of each part, in our order of outputs."""
         coded_parts = [coded for coded in self._coded(param) if coded is not None]
+        if coded_parts[0].is_stack:
+            codes, scales = coded_parts[0].codes()
+            return [(codes[experts], scales[experts])]
         if param.line.num_stacked:  # gate's outputs, then up's, as they lie here
             count = param.line.shape(self._config.axis_sizes)[0]
             size = len(coded_parts) // count

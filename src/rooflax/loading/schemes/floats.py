@@ -10,9 +10,7 @@ model_executor/layers/quantization/fp8.py and modelopt.py; compressed-tensors, c
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -88,15 +86,12 @@ def fp8_weight(
     def codes() -> tuple[np.ndarray, np.ndarray]:
         """NaN as a scale where a code is no number."""
         raw = tensors.read(name).view(np.uint8)
-        broken = (raw & NOT_A_NUMBER) == NOT_A_NUMBER
-        scales = np.broadcast_to(own_scales(), (shape[0], own_scales().shape[1])).copy()
+        scales = np.broadcast_to(own_scales(), (shape[0], own_scales().shape[1]))
         if format == "fp8-a16":
-            scales = scales[:, 0]
-            scales[broken.any(axis=1)] = np.nan
-            return raw, scales
+            broken = (raw & NOT_A_NUMBER) == NOT_A_NUMBER
+            return raw, np.where(broken.any(axis=1), np.float32(np.nan), scales[:, 0])
         scales = np.repeat(scales, size // GROUP, axis=1)[:, : shape[1] // GROUP]
-        scales[broken.reshape(*scales.shape, GROUP).any(axis=2)] = np.nan
-        return raw, scales
+        return raw, scales_of_numbers(raw, scales)
 
     format = None
     if info.dtype == E4M3:
@@ -104,6 +99,12 @@ def fp8_weight(
         by_output = size == shape[1] and rows == 1
         format = "fp8-a16" if by_output else accelerator.readable("fp8-a16-g32", in_groups)
     return Coded(shape, (name, scale), format, numbers, codes)
+
+
+def scales_of_numbers(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Scales [out, in / 32] of e4m3 codes [out, in], NaN where one of the codes is no number."""
+    broken = (codes & NOT_A_NUMBER) == NOT_A_NUMBER
+    return np.where(broken.reshape(*scales.shape, GROUP).any(axis=2), np.float32(np.nan), scales)
 
 
 def nvfp4_weight(
@@ -130,7 +131,10 @@ def nvfp4_weight(
         return _codes(tensors, name, shape[1]), Nvfp4.joined_scales(factors())
 
     format = accelerator.readable("nvfp4-a16", shape[1] % GROUP == 0 and group == NVFP4_GROUP)
-    numbers = partial(_e2m1_numbers, tensors, name, shape, factors)
+
+    def numbers() -> np.ndarray:
+        return e2m1_numbers(_codes(tensors, name, shape[1]), factors())
+
     return Coded(shape, (name, scale, whole), format, numbers, codes)
 
 
@@ -146,7 +150,9 @@ def mxfp4_weight(tensors: Tensors, name: str, scale: str) -> Coded:
     def codes() -> tuple[np.ndarray, np.ndarray]:
         return _codes(tensors, name, shape[1]), exponents()
 
-    numbers = partial(_e2m1_numbers, tensors, name, shape, lambda: E8M0_VALUES[exponents()])
+    def numbers() -> np.ndarray:
+        return e2m1_numbers(_codes(tensors, name, shape[1]), E8M0_VALUES[exponents()])
+
     return Coded(shape, (name, scale), "mxfp4-a16", numbers, codes)
 
 
@@ -161,14 +167,12 @@ def _codes(tensors: Tensors, name: str, inner: int) -> np.ndarray:
     return unpacked(tensors.read(name), 4, inner)
 
 
-def _e2m1_numbers(
-    tensors: Tensors, name: str, shape: tuple[int, int], factors: Callable[[], np.ndarray]
-) -> np.ndarray:
-    values = E2M1_VALUES[_codes(tensors, name, shape[1])]
-    scales = factors()
-    by_group = values.reshape(*scales.shape, -1)
-    by_group *= scales[..., None]
-    return by_group.reshape(shape)
+def e2m1_numbers(codes: np.ndarray, factors: np.ndarray) -> np.ndarray:
+    """[out, in] in float32 of e2m1 codes and of factors [out, groups]."""
+    values = E2M1_VALUES[codes]
+    by_group = values.reshape(*factors.shape, -1)
+    by_group *= factors[..., None]
+    return by_group.reshape(codes.shape)
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,21 @@
 A weight is (q - z) * s, exact in float32. Zero points of GPTQ's first version are stored less one,
 modulo 2^bits, as AutoGPTQ reads them.
 
-Source: AutoGPTQ, nn_modules/qlinear; GPTQModel, utils/model.py; AutoAWQ, utils/packing_utils.py.
+Source: AutoGPTQ, nn_modules/qlinear; GPTQModel, utils/model.py; AutoAWQ, utils/packing_utils.py;
+auto-round, inference/convert_model.py and export/export_to_autoround/export.py.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from rooflax.errors import CheckpointError
+from rooflax.errors import CheckpointError, UnsupportedModelError
 from rooflax.loading.patterns import module_pattern
 from rooflax.loading.schemes.coded import (
     FLOATS,
@@ -226,6 +229,69 @@ def read_awq(reader: ConfigReader) -> Awq:
     return Awq(_group(reader, size, 128), not has_zeros)
 
 
+def read_auto_round(reader: ConfigReader) -> Gptq | Awq:
+    """The scheme of auto-round, which packs as GPTQ or AWQ under names of its own; errors as of
+    `read_gptq`."""
+    is_older = not reader.has("packing_format") and reader.has("backend")
+    key = "backend" if is_older else "packing_format"
+    layout = PACKINGS[reader.choice(key, tuple(PACKINGS), "auto_round:auto_gptq")]
+    _expect_whole_numbers(reader)
+    settings = GptqSettings(
+        _bits(reader, "bits"), _group(reader, "group_size", 128), reader.flag("sym", True), True
+    )
+    reader.waive("backend", *UNUSED, *OF_AUTO_ROUND)
+    by_name, by_pattern = [], []
+    reader.assume(extra_config={})
+    others = reader.part("extra_config")
+    for name in others.objects():
+        part = others.part(name)
+        if part.get("bits", settings.bits) in UNQUANTIZED:
+            part.waive("*")  # its tensors are plain
+            continue
+        _expect_whole_numbers(part)
+        changed = settings.changed(part)
+        where = "config.json: extra_config"
+        by_name.append((module_pattern(f"{re.escape(name)}$", where), changed))
+        by_pattern.append((module_pattern(f".*(?:{name})", where), changed))
+    rules = [*by_name, *by_pattern]
+    if layout is not Layout.AWQ:
+        return Gptq(settings, layout is Layout.GPTQ, rules)
+    if settings.bits != 4 or any(changed != settings for _, changed in rules):
+        raise UnsupportedModelError("config.json has AWQ's layout with others than 4 bits alike.")
+    return Awq(settings.group, settings.symmetric)
+
+
+def _expect_whole_numbers(reader: ConfigReader) -> None:
+    """Rejects floats and rounded activations, of which auto-round has layouts too."""
+    reader.expect("data_type", "int")
+    reader.expect("act_bits", *UNQUANTIZED, None)
+    reader.expect("super_bits", None)
+    reader.waive("act_*", "super_group_size")
+
+
+class Layout(Enum):
+    """Layout of auto-round's tensors: AWQ's, GPTQ's, or that of GPTQ's second version."""
+
+    AWQ, GPTQ, GPTQ_V2 = range(3)
+
+
+PACKINGS = {
+    "auto_round:auto_awq": Layout.AWQ, "auto_round:awq": Layout.AWQ,
+    "auto_round:auto_gptq": Layout.GPTQ, "auto_round:gptq": Layout.GPTQ,
+    "auto_round:gptq:exllamav2": Layout.GPTQ, "auto_round:gptq:tritonv2": Layout.GPTQ,
+    "auto_round": Layout.GPTQ_V2, "auto_round:gptqmodel": Layout.GPTQ_V2,
+    "auto_round:exllamav2": Layout.GPTQ_V2, "auto_round:tritonv2": Layout.GPTQ_V2,
+}  # fmt: skip
+UNQUANTIZED = (16, 32)
+"""Bits of what is not quantized."""
+OF_AUTO_ROUND = (
+    "autoround_version", "iters", "lr", "minmax_lr", "nsamples", "seqlen", "batch_size", "amp",
+    "low_gpu_mem_usage", "low_cpu_mem_usage", "enable_*", "disable_*", "gradient_accumulate_steps",
+    "to_quant_block_names", "quant_block_list", "scale_dtype", "model_dtype", "momentum",
+    "not_use_best_mse", "dynamic_max_gap", "quant_lm_head", "use_quant_input", "static_kv_dtype",
+    "train_bs", "supported_types", "n_blocks", "nblocks", "device",
+)  # fmt: skip
+"""Keys of quantization."""
 UNUSED = (
     "modules_to_not_convert", "ignore", "modules_in_block_to_quantize", "block_name_to_quantize",
     "module_name_preceding_first_block", "dataset", "damp_percent", "damp_auto_increment",

@@ -11,7 +11,7 @@ from typing import Any
 
 from rooflax.errors import CheckpointError, RequestError
 from rooflax.loading.chat_template import names
-from rooflax.loading.messages import Fitted, fitted, repaired
+from rooflax.loading.messages import SYSTEMS, Fitted, fitted, repaired
 from rooflax.loading.tokenizer import Tokenizer
 
 _STATED = """\
@@ -29,7 +29,6 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
-_SYSTEMS = ("system", "developer")
 
 
 def shows_tools(
@@ -77,7 +76,7 @@ def as_served(
 
 def _system(plain: list[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The first system message, blank where there is none, and the others."""
-    if plain[0].get("role") in _SYSTEMS and isinstance(plain[0].get("content"), str):
+    if plain[0].get("role") in SYSTEMS and isinstance(plain[0].get("content"), str):
         return plain[0], plain[1:]
     return {"role": "system", "content": ""}, plain
 

@@ -16,7 +16,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles of messages that every template may be given."""
 Fitted = tuple[Sequence[Mapping[str, Any]], list[int]]
 """Messages as a template takes them, and their token ids."""
-_SYSTEMS = ("system", "developer")
+SYSTEMS = ("system", "developer")
+"""Roles of those who set the model's task."""
 _CONTENT_IS_NONE = re.compile(r"content['\"\]]*\s+is\s+none")
 """Pattern in templates that tell calls by it, as DeepSeek-R1's; others write None, or fail."""
 
@@ -240,7 +241,7 @@ def fitted(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **form: 
                 with suppress(RequestError):
                     return others, encode_chat(tokenizer, others, **form)
         raise
-    systems = [number for number, each in enumerate(messages) if _role(each) in _SYSTEMS]
+    systems = [number for number, each in enumerate(messages) if _role(each) in SYSTEMS]
     for hidden in ({*systems} - {0}, {*systems[:-1]}):
         blank = [{**m, "content": ""} if n in hidden else m for n, m in enumerate(messages)]
         with suppress(RequestError, CheckpointError):  # of a template that wants no blanks
@@ -269,14 +270,14 @@ def _with_text(messages: Sequence[Any]) -> list[Any]:
 
 def _strict(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """As the strictest templates want them: one system message first, then roles that alternate."""
-    systems = [each for each in messages if _role(each) in _SYSTEMS]
+    systems = [each for each in messages if _role(each) in SYSTEMS]
     alternating: list[dict[str, Any]] = []
-    for each in (*systems, *(each for each in messages if _role(each) not in _SYSTEMS)):
+    for each in (*systems, *(each for each in messages if _role(each) not in SYSTEMS)):
         if not isinstance(each, Mapping):
             return messages
         last = alternating[-1] if alternating else {}
         is_text = isinstance(last.get("content"), str) and isinstance(each.get("content"), str)
-        is_system = _role(last) in _SYSTEMS and _role(each) in _SYSTEMS
+        is_system = _role(last) in SYSTEMS and _role(each) in SYSTEMS
         is_same = _role(last) == _role(each) != "tool" and "tool_calls" not in {**last, **each}
         if is_text and (is_system or is_same):
             last["content"] = "\n\n".join(filter(None, (last["content"], each["content"])))

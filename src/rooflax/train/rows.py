@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from rooflax.errors import CheckpointError, RequestError, RooflaxError
 from rooflax.loading.chat_template import encode_answers
 from rooflax.loading.generic_tools import as_served
+from rooflax.loading.messages import SYSTEMS
 from rooflax.loading.tokenizer import Tokenizer
 from rooflax.train.config import DataConfig
 from rooflax.train.corpus import ChatRow, Document, Preference, PromptCompletion, Row
@@ -190,22 +192,50 @@ def _begin_of_completion(row: ChatRow, messages: Sequence[Mapping[str, Any]]) ->
     Messages may have been added or joined, as results of tools are.
 
     Raises:
-        RequestError: answers were.
+        RequestError: an answer of the prompt was joined with one of the completion.
     """
     if row.num_prompt is None:
         return len(messages) - 1
-    count = sum(map(_is_answer, row.messages[row.num_prompt :]))
     answers = [number for number, message in enumerate(messages) if _is_answer(message)]
-    if len(answers) != sum(map(_is_answer, row.messages)):
+    begins = _begins_of_answers(row.messages, len(answers))
+    completion = range(row.num_prompt, len(row.messages))
+    first = next((n for n in completion if _is_answer(row.messages[n])), None)
+    if first is None:
+        return len(messages)
+    if first not in begins:
         raise RequestError(
-            "the chat template takes answers that follow each other as one, so that a completion's "
-            "cannot be told from the prompt's"
+            "the chat template takes no two answers in a row, so that the prompt's last one and "
+            "the completion's first are one message; move both into the completion, or put a "
+            "message of the user between them"
         )
-    return answers[-count] if count else len(messages)
+    return answers[begins.index(first)]
+
+
+def _begins_of_answers(messages: Sequence[Mapping[str, Any]], count: int) -> list[int]:
+    """The answers among a row's messages that begin one of those that the template was given.
+
+    A template that takes no neighbours of a role was given them joined: those without calls, or all
+    where calls are text.
+
+    Args:
+        count: of the answers that it was given.
+    """
+    spoken = [n for n, each in enumerate(messages) if each.get("role") not in SYSTEMS]
+    before = {n: messages[previous] for previous, n in pairwise(spoken)}
+    answers = [n for n in spoken if _is_answer(messages[n])]
+    apart = [n for n in answers if not _is_answer(before.get(n, {}))]
+    calls = [n for n in answers if n in apart or _has_calls(messages[n]) or _has_calls(before[n])]
+    known = [begins for begins in (answers, calls, apart) if len(begins) == count]
+    assert known, f"{count} of {len(answers)} answers"
+    return known[0]
 
 
 def _is_answer(message: Mapping[str, Any]) -> bool:
     return message.get("role") == "assistant"
+
+
+def _has_calls(message: Mapping[str, Any]) -> bool:
+    return bool(message.get("tool_calls") or message.get("function_call"))
 
 
 def _encode_completion(

@@ -181,12 +181,24 @@ def test_rows_are_rendered_as_they_are_served(
     assert trained(tokenizer, row, LAST) == "world<|im_end|>\n"
 
 
-def test_answers_that_a_template_joins_are_no_completion(write_folder, tmp_path):
+def test_answers_of_prompt_and_completion_are_not_joined(write_folder, tmp_path):
+    """Those of one of them may be, where a template takes no two in a row."""
     tokenizer = Tokenizer(write_folder(tmp_path, "qwen", chat_template=ALTERNATES))
     row = chat(*MESSAGES[1:3], MESSAGES[2], num_prompt=2)
-    with pytest.raises(RequestError, match=r"^line 3 of a\.jsonl: .* takes answers that follow"):
+    with pytest.raises(RequestError, match=r"^line 3 of a\.jsonl: .* no two answers in a row"):
         encode(tokenizer, [row])
-    assert trained(tokenizer, row, EVERY) == "world\n\nworld<|im_end|>\n"
+    both = "world\n\nworld<|im_end|>\n"
+    assert trained(tokenizer, row, EVERY) == both
+    assert trained(tokenizer, chat(*row.messages, num_prompt=1), LAST) == both
+    later = chat(*row.messages, MESSAGES[3], MESSAGES[2], MESSAGES[2], num_prompt=4)
+    assert trained(tokenizer, later, LAST) == both
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+    later = chat(*MESSAGES[1:3], call, MESSAGES[3], MESSAGES[2], num_prompt=4)
+    assert trained(tokenizer, later, LAST) == "world<|im_end|>\n"
+    passes = ALTERNATES.replace("in messages", "in messages if m.role != 'system'")
+    tokenizer = Tokenizer(write_folder(tmp_path / "other", "qwen", chat_template=passes))
+    between = chat(*MESSAGES[1:3], MESSAGES[0], MESSAGES[2], *MESSAGES[1:3], num_prompt=5)
+    assert trained(tokenizer, between, LAST) == "world<|im_end|>\n"
 
 
 def test_rows_that_are_rejected(chatml):

@@ -283,7 +283,13 @@ def fused(info: ModelInfo, adapter: Adapter) -> ModelInfo:
             f"{info.name} is quantized by rooflax; merge the adapter into the checkpoint that it "
             f"was made from, and quantize the result."
         )
-    return replace(info, change=lambda source: Merged(source, info, adapter))
+    keys = {target.param.key for target in adapter.targets.values()}
+    keys |= {target.param.key for target, _, _ in adapter.experts.values()}
+    tensors = set(adapter.replaced)
+    keys |= {param.key for param in info.config.params() if tensors & set(param.hf_names)}
+    return replace(
+        info, change=lambda source: Merged(source, info, adapter), changed=frozenset(keys)
+    )
 
 
 def open_adapter(

@@ -6,7 +6,7 @@ ships a GGUF file), "preset:NAME", or nothing: the embedded default.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ class ModelInfo:
         pooling: how it embeds or scores texts; None where the checkpoint says nothing of it.
         scheme: how another library quantized its weights.
         change: what is read in place of the checkpoint's tensors, as with an adapter merged.
+        changed: keys of the parameters that it changes, none of which keeps its codes.
     """
 
     name: str
@@ -67,6 +68,7 @@ class ModelInfo:
     pooling: Pooling | None = None
     scheme: Scheme | None = None
     change: Callable[[Source], Source] | None = None
+    changed: Set[str] = frozenset()
 
     @property
     def left_out(self) -> tuple[str, ...]:

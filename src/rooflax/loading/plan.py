@@ -419,8 +419,10 @@ def resolve_precision(
     prequantized, dequantized = {}, frozenset[str]()
     if (auto or is_packed(info.raw_config)) and asked.quantize is None and info.folder is not None:
         source = info.prequantized()
-        prequantized = source.formats
+        merged = {param.name for param in info.config.params() if param.key in info.changed}
+        prequantized = {n: format for n, format in source.formats.items() if n not in merged}
         dequantized = source.dequantized if isinstance(source, KeptCodes) else dequantized
+        dequantized |= merged & source.formats.keys()
     keeps_bfloat16 = auto and reads_bfloat16 and _is_bfloat16(info)
     quantize = asked.quantize and format_on(platform, asked.quantize)
     storage = Storage(dtype, quantize, keeps_bfloat16, prequantized, dequantized)

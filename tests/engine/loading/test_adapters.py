@@ -9,7 +9,7 @@ from rooflax import LLM, ExecutionOptions
 from rooflax.cli.main import main
 from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
 from rooflax.loading.adapter_bank import open_bank
-from rooflax.loading.adapters import base_weight, merged, open_adapter, save_adapter
+from rooflax.loading.adapters import base_weight, fused, merged, open_adapter, save_adapter
 from rooflax.loading.load import load
 from rooflax.loading.model_info import model_info
 from rooflax.loading.safetensors import SafetensorsFile
@@ -108,6 +108,24 @@ def test_the_base_keeps_its_own_width(case, tmp_path, kind):
     nothing = write_adapter(tmp_path / "zeros", info, tensors=zeros)
     same = LLM(info, lora=nothing, options=ExecutionOptions(layers="scan"), **how)
     np.testing.assert_array_equal(same.logits(prompt), plain.logits(prompt))
+
+
+def test_what_is_merged_does_not_keep_its_codes(tmp_path):
+    """Nor the same matrices of other layers; the rest of a quantized base does."""
+    info = model_info(gguf_cases.gguf("llama_k", "q4_k_m"))
+    own = write_adapter(tmp_path / "adapter", info, [Q])
+    both = fused(info, open_adapter(own, info, merges=True))
+    llm, exact, base = LLM(both), LLM(both, dtype="float32"), LLM(info)
+    kept = base.plan.storage.prequantized
+    assert (
+        llm.plan.storage.prequantized
+        == {name: format for name, format in kept.items() if not name.endswith("attn.qkv")}
+        != kept
+    )
+    assert llm.plan.load_bytes == llm.model.weights_bytes
+    prompt = goldens.prompts()[1]
+    change = np.abs(exact.logits(prompt) - base.logits(prompt)).max()
+    assert change > 0.1 and np.abs(llm.logits(prompt) - exact.logits(prompt)).max() < change / 5
 
 
 def _shapes(folder):

@@ -9,15 +9,16 @@ from safetensors.numpy import save_file
 
 Module = tuple[str, dict[str, Any]]
 """A module's type, and its settings."""
-TRANSFORMER = {"name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
-DENSE = "sentence_transformers.models.Dense"
-NORMALIZE: Module = ("sentence_transformers.models.Normalize", {})
+MODULES = "sentence_transformers.models"
+TRANSFORMER = {"name": "0", "path": "", "type": f"{MODULES}.Transformer"}
+POOLING, DENSE = f"{MODULES}.Pooling", f"{MODULES}.Dense"
+NORMALIZE: Module = (f"{MODULES}.Normalize", {})
 SCORE = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
 IDENTITY = {"activation_function": "torch.nn.modules.linear.Identity"}
 
 
 def pooling(mode: str, size: int = 54) -> Module:
-    return "sentence_transformers.models.Pooling", {
+    return POOLING, {
         "word_embedding_dimension": size, f"pooling_mode_{mode}": True, "include_prompt": True,
     }  # fmt: skip
 

@@ -218,7 +218,9 @@ class Embedder:
         told = self._prompt(None) if instruction is None else instruction
         system = [{"role": "system", "content": told}] if told else []
         pair = [{"role": "query", "content": query}, {"role": "document", "content": document}]
-        return encode_chat(self._tokenizer, [*system, *pair], add_generation_prompt=True)
+        assert self.pooling is not None
+        begins = self.pooling.transformer.generation_prompt
+        return encode_chat(self._tokenizer, [*system, *pair], add_generation_prompt=begins)
 
     def _checked(self, ids: list[int]) -> list[int]:
         longest = self.longest()

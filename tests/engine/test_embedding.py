@@ -21,7 +21,9 @@ from tests.marks import cases
 from tests.pooling_cases import (
     DENSE,
     IDENTITY,
+    MODULES,
     NORMALIZE,
+    POOLING,
     SCORE,
     TRANSFORMER,
     pooling,
@@ -341,26 +343,49 @@ def test_a_model_without_modules_does_not_embed():
     ("modules", "said"),
     [
         ([pooling("mean_sqrt_len_tokens")], "The pooling is mean_sqrt_len_tokens"),
-        ([("x.Pooling", {"pooling_mode": ["mean", "max"]})], "mean and max"),
-        ([("x.Pooling", {"pooling_mode": 5})], "The pooling is 5"),
-        ([("x.Pooling", {"pooling_mode": [["mean"]]})], "The pooling is .'mean'"),
-        ([("x.Pooling", {"pooling_mode": {"mean": 1}})], "The pooling is .'mean'"),
-        ([("x.Pooling", {"pooling_mode": "mean", "include_prompt": False})], "leaves out prompts"),
-        ([pooling("mean_tokens"), ("x.Dense", {"activation_function": []})], "the activation ."),
+        ([(POOLING, {"pooling_mode": ["mean", "max"]})], "mean and max"),
+        ([(POOLING, {"pooling_mode": 5})], "The pooling is 5"),
+        ([(POOLING, {"pooling_mode": [["mean"]]})], "The pooling is .'mean'"),
+        ([(POOLING, {"pooling_mode": {"mean": 1}})], "The pooling is .'mean'"),
+        ([(POOLING, {"pooling_mode": "mean", "include_prompt": False})], "leaves out prompts"),
+        ([pooling("mean_tokens"), (DENSE, {"activation_function": []})], "the activation ."),
         (
-            [pooling("mean_tokens"), ("x.Dense", IDENTITY | {"module_input_name": "tokens"})],
+            [pooling("mean_tokens"), (DENSE, IDENTITY | {"module_input_name": "tokens"})],
             "module_input_name = 'tokens'",
         ),
         ([NORMALIZE], "has a Normalize where"),
-        ([pooling("lasttoken"), ("x.CNN", {})], "has a CNN where"),
+        ([pooling("lasttoken"), (f"{MODULES}.CNN", {})], "has a CNN where"),
         ([pooling("lasttoken"), (TRANSFORMER["type"], {})], "as module 2"),
         ([(SCORE, {"true_token_id": 5})], "one that is false"),
+        (
+            [(SCORE, {"true_token_id": 5, "false_token_id": 6, "module_input_name": "x"})],
+            "LogitScore of modules.json has module_input_name = 'x'",
+        ),
+        (
+            [pooling("lasttoken"), (NORMALIZE[0], {"module_input_name": "tokens"})],
+            "Normalize of modules.json has module_input_name = 'tokens'",
+        ),
+        ([(POOLING, {"pooling_mode": "mean", "weights": 3})], "Pooling of .* has weights = 3"),
+        ([("custom_st.Pooling", {"pooling_mode": "mean"})], "has custom_st.Pooling, code that is"),
     ],
 )
 def test_modules_that_are_not_computed_are_named(checkpoint, modules, said):
     folder = checkpoint("bad", *modules)
     with pytest.raises(UnsupportedModelError, match=said):
         model_info(folder)
+
+
+def test_keys_of_modules_that_are_not_read_are_named(checkpoint):
+    folder = checkpoint("keys", pooling("lasttoken"))
+    lines = json.loads((folder / "modules.json").read_text())
+    for change, said in (({"kwargs": ["task"]}, r"kwargs = \['task'\]"), ({"kwargs": []}, None)):
+        changed = [lines[0] | change, *lines[1:]]
+        (folder / "modules.json").write_text(json.dumps(changed))
+        if said is None:
+            model_info(folder)
+            continue
+        with pytest.raises(UnsupportedModelError, match=f"modules.json of .* has {said}, which"):
+            model_info(folder)
 
 
 BERT_NORMALIZER = {
@@ -403,7 +428,7 @@ def test_the_default_prompt_is_a_name(checkpoint, default):
 
 def test_dense_layers_fit_what_stands_before_them(checkpoint):
     sizes = {"in_features": 53, "out_features": 7, "bias": False}
-    folder = checkpoint("narrow", pooling("lasttoken"), ("x.Dense", IDENTITY | sizes))
+    folder = checkpoint("narrow", pooling("lasttoken"), (DENSE, IDENTITY | sizes))
     write(folder / "2_Dense", {"linear.weight": np.ones((7, 53), np.float32)})
     with pytest.raises(CheckpointError, match="in_features = 53 behind 54"):
         model_info(folder)
@@ -513,6 +538,35 @@ def test_a_rerankers_default_prompt_is_its_instruction(reranker, tmp_path):
     ask, told = ("what is x", ["x + y"]), {"instruction": PROMPTS["query"]}
     assert llm.rerank(*ask) == plain.rerank(*ask, **told) != plain.rerank(*ask)
     assert llm.rerank(*ask, instruction="") == plain.rerank(*ask)
+
+
+@pytest.mark.skipif(not HAVE_ORACLE, reason="needs sentence-transformers")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("begins", [True, False])
+def test_sentence_transformers_scores_what_is_saved(reranker, tmp_path, begins):
+    """By the chat template, which writes what begins an answer or not."""
+    from sentence_transformers import CrossEncoder
+
+    how = {"method": "forward", "method_output_name": "logits"}
+    settings = {
+        "transformer_task": "text-generation", "module_output_name": "causal_logits",
+        "modality_config": {"text": how, "message": how | {"format": "flat"}},
+    }  # fmt: skip
+    if begins:
+        settings["processing_kwargs"] = {"chat_template": {"add_generation_prompt": True}}
+    folder = shutil.copytree(reranker, tmp_path / "m")
+    (folder / "sentence_bert_config.json").write_text(json.dumps(settings))
+    (folder / "config_sentence_transformers.json").write_text('{"model_type": "CrossEncoder"}')
+    llm, again = saved(folder, tmp_path / "saved")
+    documents = ["x + y", "a longer document than the other"]
+    found = np.array(llm.rerank("what is x", documents))
+    if begins:
+        assert LLM(reranker).rerank("what is x", documents) == list(found)
+    for place in (folder, again):
+        model = CrossEncoder(str(place), device="cpu", local_files_only=True)
+        wanted = model.predict([("what is x", document) for document in documents])
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
+    assert LLM(again).rerank("what is x", documents) == list(found)
 
 
 def test_what_is_saved_scores(reranker, tmp_path):

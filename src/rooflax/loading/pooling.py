@@ -24,7 +24,16 @@ from rooflax.loading.gguf import GGUFFile
 from rooflax.loading.gguf_blocks import dequantize, is_plain
 from rooflax.loading.json_files import parse_json, read_file, read_json_object
 from rooflax.loading.safetensors import TensorToWrite, float32_tensors
-from rooflax.loading.tokenizer_folder import lowers_case
+from rooflax.loading.transformer_settings import (
+    CLASSIFY,
+    EMBED,
+    GENERATE,
+    NO_SETTINGS,
+    TRANSFORMER,
+    Task,
+    TransformerSettings,
+    transformer_file,
+)
 from rooflax.models.gguf import GGUF_DENSE, GGUF_HEAD, GGUF_POOLING
 from rooflax.nn.pooler import Pooler
 
@@ -46,18 +55,22 @@ ACTIVATIONS = {
 ERF = np.vectorize(math.erf, otypes=[np.float32])
 VECTOR = "sentence_embedding"
 """Name of what a dense layer reads and writes: a text's vector."""
+PLACES = ("module_input_name", "module_output_name")
+"""Keys that name such."""
 IDENTITY, SIGMOID = "torch.nn.modules.linear.Identity", "torch.nn.modules.activation.Sigmoid"
+PACKAGE = "sentence_transformers."
 MODULES = "sentence_transformers.models"
+MODULE_KEYS = ("idx", "name", "path", "type")
+KEYS = {
+    "Pooling": (
+        "word_embedding_dimension", "embedding_dimension", "pooling_mode", "include_prompt",
+        *LEGACY_MODES,
+    ),
+    "LogitScore": ("true_token_id", "false_token_id", "module_input_name"),
+    "Normalize": ("module_input_name", "module_output_name"),
+}  # fmt: skip
+"""Keys of modules' settings; sentence-transformers ignores unknown ones of a dense layer."""
 SCORES = "sentence_transformers.cross_encoder.modules.logit_score"
-TRANSFORMERS = tuple(
-    f"sentence_{name}_config.json"
-    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
-)
-"""Settings of the first module; the first of these files that has any counts."""
-TRANSFORMER = TRANSFORMERS[0]
-TOKENIZER = "tokenizer_config.json"
-NO_LIMIT = 2**31
-"""From here on a tokenizer's length is none: transformers writes 1e30."""
 SETTINGS = "config_sentence_transformers.json"
 """Settings of the whole."""
 GGUF_WITH_DENSE = ("gemma-embedding",)
@@ -99,8 +112,8 @@ class Pooling:
         scores: the vector is a score: the logit of the first of two tokens less the other's, or
             the one number that `dense` gives.
         activation: of such a number.
-        max_tokens: of a text, or a pair; sentence-transformers cuts a longer one. None is the
-            context.
+        transformer: settings of the first module; sentence-transformers cuts a text that is longer
+            than its `max_tokens`.
     """
 
     pooler: Pooler
@@ -111,12 +124,22 @@ class Pooling:
     default_prompt: str | None = None
     scores: bool = False
     activation: str = IDENTITY
-    max_tokens: int | None = None
+    transformer: TransformerSettings = NO_SETTINGS
 
     @property
     def has_head(self) -> bool:
         """Whether `dense` is a checkpoint's own head, which scores."""
         return self.scores and bool(self.dense)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens of the longest text, or pair; None is the context."""
+        return self.transformer.max_tokens
+
+    @property
+    def task(self) -> Task:
+        """Task of the transformer in sentence-transformers."""
+        return CLASSIFY if self.has_head else GENERATE if self.scores else EMBED
 
     def finish(self, vectors: np.ndarray) -> np.ndarray:
         """[texts, hidden] of the engine as the checkpoint's vectors, before they are cut."""
@@ -182,33 +205,6 @@ def with_prompts(pooling: Pooling, settings: Mapping[str, Any], folder: Path) ->
             f"default {default!r:.40}; these must be texts by name, and one of the names."
         )
     return replace(pooling, prompts=prompts, default_prompt=default)
-
-
-def read_max_tokens(folder: Path) -> int | None:
-    """Reads the tokens of the longest text, as sentence-transformers: the first module's maximum
-    length, else the tokenizer's. Rejects lower-casing that no tokenizer does."""
-    names = TRANSFORMERS if (folder / "modules.json").is_file() else ()
-    stated = ((name, read_json_object(folder / name)) for name in names)
-    name, raw = next((each for each in stated if each[1]), (TRANSFORMER, {}))
-    if raw.get("do_lower_case") and not lowers_case(folder):
-        raise UnsupportedModelError(
-            f"{name} of {folder} has do_lower_case, which its tokenizer does not do, nor "
-            f"rooflax before it."
-        )
-    key, most = "max_seq_length", raw.get("max_seq_length")
-    if most is None:
-        name, raw = TOKENIZER, read_json_object(folder / TOKENIZER)
-        key = "model_max_length" if "model_max_length" in raw else "max_len"
-        most = raw.get(key)
-        if isinstance(most, int | float) and most >= NO_LIMIT:
-            return None
-        if isinstance(most, float) and most.is_integer():
-            most = int(most)
-    if most is not None and not (type(most) is int and most > 0):
-        raise CheckpointError(
-            f"{name} of {folder} has {key} = {most!r:.80}; it must be a whole number above 0."
-        )
-    return most
 
 
 def _check_sizes(pooling: Pooling, folder: Path, size: int, vocab_size: int) -> None:
@@ -314,18 +310,15 @@ def pooling_files(pooling: Pooling, size: int) -> dict[str, bytes | list[TensorT
     Args:
         size: of hidden states.
     """
-    transformer: dict[str, Any] = {"max_seq_length": pooling.max_tokens}
     settings: dict[str, Any] = {
         "prompts": dict(pooling.prompts), "default_prompt_name": pooling.default_prompt,
     }  # fmt: skip
     if pooling.dimensions is not None:
         settings["truncate_dim"] = pooling.dimensions
     if pooling.scores:
-        settings["activation_fn"] = pooling.activation
+        settings |= {"model_type": "CrossEncoder", "activation_fn": pooling.activation}
     if pooling.has_head:
         modules: list[tuple[str, dict[str, Any]]] = []
-        settings["model_type"] = "CrossEncoder"
-        transformer["transformer_task"] = "sequence-classification"
     elif pooling.scores:
         tokens = zip(("true_token_id", "false_token_id"), pooling.pooler.tokens, strict=True)
         modules = [("LogitScore", dict(tokens))]
@@ -335,7 +328,7 @@ def pooling_files(pooling: Pooling, size: int) -> dict[str, bytes | list[TensorT
         modules += [("Dense", _dense_settings(layer)) for layer in pooling.dense]
         modules += [("Normalize", {})] * pooling.normalizes
     texts: dict[str, Any] = {
-        TRANSFORMER: transformer, SETTINGS: settings,
+        TRANSFORMER: transformer_file(pooling.task, pooling.transformer), SETTINGS: settings,
         "modules.json": [{"idx": 0, "name": "0", "path": "", "type": f"{MODULES}.Transformer"}],
     }  # fmt: skip
     folder_files: dict[str, bytes | list[TensorToWrite]] = {}
@@ -413,16 +406,35 @@ def _read_modules(folder: Path) -> list[tuple[str, str]]:
         lines = [(line["type"], line["path"]) for line in raw]
         if not lines or not all(type(text) is str for line in lines for text in line):
             raise ValueError
-        return [(kind.rpartition(".")[2], place) for kind, place in lines]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         raise CheckpointError(
             f"{path} is damaged; it must be a list of objects with type and path."
         ) from None
+    for line in raw:
+        if not line["type"].startswith(PACKAGE):
+            raise UnsupportedModelError(
+                f"modules.json of {folder} has {line['type']:.80}, code that is not "
+                f"sentence-transformers' own; rooflax runs none."
+            )
+        for key, value in line.items():
+            if value and key not in MODULE_KEYS:
+                raise UnsupportedModelError(
+                    f"modules.json of {folder} has {key} = {value!r:.80}, which rooflax does not "
+                    f"do."
+                )
+    return [(kind.rpartition(".")[2], place) for kind, place in lines]
 
 
 def _with_module(pooling: Pooling | None, kind: str, folder: Path) -> Pooling:
     """Adds one module."""
     raw = read_json_object(folder / "config.json")
+    wanted = GENERATE.gives if kind == "LogitScore" else VECTOR
+    for key, value in raw.items():
+        is_read = key in KEYS.get(kind, raw)
+        if value is not None and (not is_read or (key in PLACES and value != wanted)):
+            raise UnsupportedModelError(
+                f"A {kind} of modules.json has {key} = {value!r:.80}, which rooflax does not do."
+            )
     if kind == "Pooling" and pooling is None:
         return Pooling(_pooler(raw))
     if kind == "LogitScore" and pooling is None:
@@ -462,12 +474,6 @@ def _read_dense(raw: Mapping[str, Any], folder: Path) -> DenseLayer:
             f"A dense layer of {folder.name} has the activation {activation!s:.80} or a residual; "
             f"rooflax computes {', '.join(ACTIVATIONS)} without one."
         )
-    for key in ("module_input_name", "module_output_name"):
-        if raw.get(key) not in (None, VECTOR):
-            raise UnsupportedModelError(
-                f"A dense layer of {folder.name} has {key} = {raw[key]!r:.80}; rooflax computes "
-                f"those of {VECTOR} alone."
-            )
     source = Checkpoint(folder)
     names = set(source.names())
     wanted = {"linear.weight", "linear.bias"} if raw.get("bias", True) else {"linear.weight"}

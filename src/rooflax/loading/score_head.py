@@ -22,11 +22,11 @@ from rooflax.loading.pooling import (
     SIGMOID,
     DenseLayer,
     Pooling,
-    read_max_tokens,
     read_pooling,
     with_prompts,
 )
 from rooflax.loading.safetensors import TensorToWrite, float32_tensors
+from rooflax.loading.transformer_settings import read_transformer
 from rooflax.models.encoders import ScoreHead
 from rooflax.models.registry import family
 from rooflax.nn.decoder import Decoder
@@ -65,7 +65,8 @@ def folder_pooling(
         pooling = read_pooling(folder, config.hidden_size, config.vocab_size)
     if pooling is None and config.is_causal:
         return None
-    pooling = replace(pooling or Pooling(Pooler("mean")), max_tokens=read_max_tokens(folder))
+    pooling = pooling or Pooling(Pooler("mean"))
+    pooling = replace(pooling, transformer=read_transformer(folder, pooling.task))
     return _of_reranker(pooling, folder, raw) if pooling.scores else pooling
 
 

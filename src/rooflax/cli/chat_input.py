@@ -92,7 +92,7 @@ def _typed(complete: Complete) -> Iterator[str]:
     except ImportError:
         terminal.say(
             "History, completion and pasted texts of several lines need prompt_toolkit; say "
-            "`pip install 'rooflax[chat]'`.",
+            "`pip install prompt_toolkit`.",
             is_faint=True,
         )
         yield from _blocks(_lines(PROMPT))

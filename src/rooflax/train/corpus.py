@@ -271,7 +271,7 @@ def hub_values(spec: str) -> dict[str, Iterator[Value]]:
         module = importlib.import_module("datasets")
     except ImportError:
         raise RequestError(
-            f"{spec:.80} needs the package datasets; say `pip install 'rooflax[datasets]'`."
+            f"{spec:.80} needs the package datasets; say `pip install datasets`."
         ) from None
     try:
         dataset = module.load_dataset(named[1], named[2], split=split or None)

@@ -52,7 +52,7 @@ def tracker_module(name: str) -> Any:
         return importlib.import_module(package)
     except ImportError:
         raise RequestError(
-            f"--report-to {name} needs the package {package}; say `pip install 'rooflax[{name}]'`."
+            f"--report-to {name} needs the package {package}; say `pip install {package}`."
         ) from None
 
 

@@ -266,4 +266,4 @@ def test_a_variable_that_cannot_be_is_one_sentence(monkeypatch, capfd, name, val
 def test_without_the_extra_it_says_how_to_get_it(monkeypatch, capfd):
     monkeypatch.setattr("rooflax.cli.serve.NEEDED", ("no_such_package",))
     assert main(["serve"]) == 2
-    assert "pip install 'rooflax[serve]'" in capfd.readouterr().err
+    assert "pip install '.[serve]'" in capfd.readouterr().err

@@ -32,6 +32,7 @@ TORCH = $(shell $(BIN)/python -c "import sys; print('torch==2.13.0 transformers=
 
 demo: $(VENV)/.installed
 	@printf '%s' "$$PROMPT"; $(BIN)/rooflax generate --prompt "$$PROMPT" --max-tokens 160 --seed 1
+	@printf "\n. $(VENV)/bin/activate makes this shell know the command rooflax.\n"
 
 # A conversation with a published model, which a package ships as data: none of its code runs. Its
 # authors advise these parameters; the file does not have them.
@@ -178,7 +179,8 @@ $(TINKER_VENV)/.installed: pyproject.toml
 # The pages as a site, in build/site; a link that leads nowhere is an error.
 SITE_VENV = .venv-site
 site: $(SITE_VENV)/.installed
-	$(SITE_VENV)/bin/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(SITE_VENV)/bin/python -m mkdocs build --strict
+	@echo "build/site; look at it with: python3 -m http.server 8080 -d build/site"
 
 $(SITE_VENV)/.installed: Makefile
 	$(PYTHON) -m venv $(SITE_VENV)

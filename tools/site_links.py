@@ -9,6 +9,8 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
+NOT_RUN = re.compile(r"^# not run: .*\n|[ ]*#? ?\(not run\)$", re.MULTILINE)
+"""Marks for the tests, which run the other blocks and lines."""
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -35,4 +37,4 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any, **_: Any
             return found[2] if "`" in found[2] else f"{found[2]} (`{path.relative_to(ROOT)}`)"
         return found[0]
 
-    return LINK.sub(rewritten, markdown)
+    return LINK.sub(rewritten, NOT_RUN.sub("", markdown))

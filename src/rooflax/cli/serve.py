@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
     missing = next((name for name in NEEDED if importlib.util.find_spec(name) is None), None)
     if missing is not None:
         raise RequestError(
-            f"The server needs the package {missing}; say `pip install '.[serve]'` in rooflax's folder."
+            f"The server needs the package {missing}; "
+            "say `pip install '.[serve]'` in rooflax's folder."
         )
     template = _template(args.chat_template)
     settings = settings_of(args)

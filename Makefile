@@ -110,7 +110,7 @@ gpu-compile:
 $(GPU_VENV)/.installed:
 	$(GPU_PYTHON) -m venv $(GPU_VENV)
 	$(GPU_VENV)/bin/python -m pip install --quiet --no-compile "jax[cuda13]$(GPU_JAX)" \
-	  nvidia-cuda-nvdisasm jaxtyping tokenizers jinja2 optax tqdm huggingface_hub gguf
+	  nvidia-cuda-nvdisasm jaxtyping tokenizers jinja2 optax tqdm huggingface_hub gguf google-re2
 	@touch $@
 
 # What is published: wheels that run on glibc 2.27 or later, an sdist, and the bill of materials. The

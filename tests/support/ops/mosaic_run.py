@@ -24,9 +24,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.support.ops.mosaic_modules import Memref, Op, bytes_of
-from tests.support.ops.mosaic_values import GLOBAL, PRIVATE, at, value_of
+from tests.support.ops.mosaic_values import GLOBAL, PRIVATE, Elected, at, value_of
 
 WARP, WARPGROUP = 32, 128
+ALIGNED = 128
+"""Bytes that the addresses of copies to shared memory are multiples of."""
 Clock = dict[Any, int]
 Steps = Generator[None, None, Any]
 """Of a warp: it gives way where it waits."""
@@ -267,12 +269,13 @@ class Run:
             self.barriers[given[0]] = Barrier(given[1], given[1])
 
     def announce(self, op: Op, given: list[Any], warp: Warp) -> None:
-        """Arrives, and says what a copy brings: each thread a part."""
+        """Arrives, and says what a copy brings: each thread a part, or one of them all of it."""
         place, size = given[:2]
-        warp.announced[place] += size * WARPGROUP
+        alone = isinstance(size, Elected)
+        warp.announced[place] += size if alone else size * WARPGROUP
         self.filled.add(place)
         warp.tick()
-        self.barriers[place].happens(warp.clock, WARP, size * WARP)
+        self.barriers[place].happens(warp.clock, WARP, size if alone else size * WARP)
 
     def arrive(self, op: Op, given: list[Any], warp: Warp) -> None:
         if "arrive" not in self.without:
@@ -322,6 +325,8 @@ class Run:
         place, barrier = op.of_type("!llvm.ptr<3>", given)
         size = warp.announced.pop(barrier)
         access = self.touch("copy", place, size, warp)
+        if place % ALIGNED:
+            self.wrong.add("a copy goes where TMA does not copy to")
         access.end = access, 1
         stage = max(start for start in self.views if start <= place), barrier
         start, stop = self.stages.get(stage, (access.start, access.stop))

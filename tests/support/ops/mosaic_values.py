@@ -1,6 +1,7 @@
 """Integers and references of a Mosaic GPU kernel's lowered module, for `mosaic_run`.
 
-What is no integer is None, and so is all that is computed from it.
+What is no integer is None, and so is all that is computed from it. One thread of a warp runs, the
+one that is elected; what it alone has, and the others do not, is `Elected`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,21 @@ SHARED, PRIVATE, GLOBAL = 1 << 10, 1 << 32, 1 << 40
 """Where memory of each kind begins; a kernel's arguments are GLOBAL bytes apart."""
 
 
+class Elected(int):
+    """A number of the elected thread; the others have 0."""
+
+
+def _chosen(which: int, yes: int, no: int) -> int:
+    if isinstance(which, Elected) and no == 0:
+        return Elected(yes if which else no)
+    return yes if which else no
+
+
+def _both(a: int, b: int) -> int:
+    elected = isinstance(a, Elected) or isinstance(b, Elected)
+    return Elected(a & b) if elected else a & b
+
+
 def _named(names: str, meaning: Any) -> dict[str, Any]:
     return dict.fromkeys(names.split(), meaning)
 
@@ -25,7 +41,7 @@ ARITHMETIC = (
     | _named("muli mul", operator.mul)
     | _named("divui divsi udiv sdiv", lambda a, b: int(a / b))
     | _named("remui remsi urem srem", lambda a, b: int(math.fmod(a, b)))
-    | _named("andi and", operator.and_)
+    | _named("andi and", _both)
     | _named("ori or", operator.or_)
     | _named("xori xor", operator.xor)
     | _named("shli shl", operator.lshift)
@@ -33,7 +49,7 @@ ARITHMETIC = (
     | _named("minsi minui", min)
     | _named("maxsi maxui", max)
     | _named("index_cast index_castui extui extsi trunci ptrtoint inttoptr bitcast", lambda a: a)
-    | _named("select", lambda which, yes, no: yes if which else no)
+    | _named("select", _chosen)
     | _named("shfl.sync", lambda mask, value, lane, clamp: value)
 )
 """Of numbers that are not negative, but for sums and comparisons."""
@@ -62,7 +78,7 @@ def value_of(op: Op, given: list[Any], block: list[int], thread: int) -> list[An
         place = thread % x, thread // x % y, thread // x // y
         return [{"thread_id": place, "block_dim": block, "block_id": (0, 0, 0)}[what][axis]]
     if what == "elect.sync":
-        return [1]
+        return [Elected(1)]
     if what == "unrealized_conversion_cast":
         place = op.attributes.get("mosaic_gpu.from_kernel_arg_idx")
         if place is not None:

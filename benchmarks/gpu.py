@@ -1,13 +1,17 @@
-"""All figures of a GPU, in three parts of at most six, ten and ten minutes.
+"""All figures of a GPU, in parts of at most six, six, ten and ten minutes.
 
-    python benchmarks/gpu.py OUT --part 1     kernels, each alone: right first, then how fast
-    python benchmarks/gpu.py OUT --part 2     ceilings; models at 4 and 8 layers; the ladder
-    python benchmarks/gpu.py OUT --part 3     whole models, a prompt of 4,096, peers
+    python benchmarks/gpu.py OUT --part 1     kernels, also by other answers to what they ask: right
+                                              first, then how fast; counters of the slowest
+    python benchmarks/gpu.py OUT --part 2     whole models, batches and contexts, a peer
+    python benchmarks/gpu.py OUT --part 3     races, the other kernels, ceilings, the ladder, peers
+    python benchmarks/gpu.py OUT --part 4     models at 4 and 8 layers, prompts of 4,096
     python benchmarks/gpu.py OUT --only NAME ...   some cases of any part, by their whole names
     python benchmarks/gpu.py OUT --dry-run    every part on the CPU, tiny, to see that it works
 
 Each case (`gpu_list.py`) has a limit of its own, and a line of OUT/figures.jsonl as soon as it is
-known; what is not written when the time ends is lost. Shapes of one kernel share a process; one
+known; what is not written when the time ends is lost. Other answers to the questions that kernels
+ask (`ops/block_sizes.py`) have lines of their own; table.md has those for that module's
+table of the faster ones. Shapes of one kernel share a process; one
 that fails or is late ends it where the device no longer answers. A case whose kernel fails runs
 again with XLA, and its line says so. A later line of a case stands for the earlier ones;
 OUT/table.md is made of all. OUT/cache keeps compiled programs and what was autotuned, for all
@@ -38,12 +42,23 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 sys.path.append(str(ROOT / "benchmarks" / "stand_in"))
 
-from benchmarks.gpu_list import BUDGETS_S, HAS_XLA, PEERS, Case, Figures, cases  # noqa: E402
-from benchmarks.gpu_table import markdown  # noqa: E402
+from benchmarks.gpu_list import (  # noqa: E402
+    BUDGETS_S,
+    COUNTED,
+    COUNTERS_S,
+    HAS_XLA,
+    PEERS,
+    Case,
+    Figures,
+    cases,
+)
+from benchmarks.gpu_table import beside_law, markdown  # noqa: E402
 
 START_LIMIT_S = 45
 """What the first case of a process may take besides its own limit."""
 KERNELS = ("linear", "attention", "experts", "step")
+DRY_S = 3600
+"""Of a part on a CPU, whatever else runs there."""
 LEAST_S = 5
 """With less than that left no case begins."""
 
@@ -184,6 +199,20 @@ def run_part(given: list[Case], budget_s: float, out: Path, own: dict[str, str])
         return process.line(case, min(limit * max(1, budget_s / BUDGETS_S[case.part]), left()))
 
     def written(case: Case, line: Figures) -> None:
+        answers = line.get("result", {}).pop("answers", [])
+        shapes: dict[str, list[Any]] = {}
+        for answer in answers:
+            sizes, asked = (
+                " ".join(map(str, answer["sizes"])),
+                shapes.setdefault(answer["kernel"], []),
+            )
+            if answer["shape"] not in asked:
+                asked.append(answer["shape"])
+            turn = asked.index(answer["shape"])  # experts ask for both of their matmuls
+            kernel = answer["kernel"] + (f" ({1 + turn})" if turn else "")
+            own = {"name": f"{case.name}: {kernel} {sizes}", "seconds": 0}
+            state = {k: answer[k] for k in ("failed",) if k in answer} or {"result": answer}
+            written(case, {**own, **state, "rule": case.name})
         line |= {"part": case.part, "target": case.target}
         line |= {key: case.arguments[key] for key in ("model", "layers") if key in case.arguments}
         with (out / "figures.jsonl").open("a") as file:
@@ -206,6 +235,42 @@ def run_part(given: list[Case], budget_s: float, out: Path, own: dict[str, str])
         finally:
             if process is not None:
                 process.end()
+
+
+SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "Occupancy", "WarpStateStats", "LaunchStats")
+
+
+def count(given: list[Case], out: Path, own: dict[str, str], left_s: float) -> None:
+    """NVIDIA's profiler on the kernels that are slowest beside the law of their speed, where it is
+    installed: OUT/counters-N.txt."""
+    ncu = shutil.which("ncu", path=own.get("PATH"))
+    lines = [json.loads(line) for line in (out / "figures.jsonl").read_text().splitlines()]
+    by_name = {case.name: case for case in given}
+    slowest = [each for each in beside_law(lines) if each[0] in by_name]
+    for number, (name, share) in enumerate(slowest[:COUNTED]):
+        if ncu is None or left_s < COUNTERS_S:
+            sys.stderr.write(f"not counted: {name}, {share:.2f} of what the law says\n")
+            continue
+        task = asdict(by_name[name])
+        task["arguments"] = {**task["arguments"], "implementation": None, "answers": 0}
+        sections = [word for section in SECTIONS for word in ("--section", section)]
+        command = [ncu, "--clock-control", "none", "--target-processes", "all"]
+        command += ["--launch-skip", "120", "--launch-count", "8", *sections]
+        # counters want plain launches, no graphs
+        flags = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}
+        begun = time.perf_counter()
+        with (
+            (out / f"counters-{number}.txt").open("w") as file,
+            contextlib.suppress(subprocess.TimeoutExpired),
+        ):
+            file.write(f"{name}\n")
+            file.flush()
+            subprocess.run(
+                [*command, sys.executable, __file__, "--work"],
+                input=json.dumps(task) + "\n", text=True, stdout=file, stderr=subprocess.STDOUT,
+                env=joined(own, flags), timeout=COUNTERS_S, check=False,
+            )  # fmt: skip
+        left_s -= time.perf_counter() - begun
 
 
 def with_xla(case: Case) -> Case:
@@ -287,14 +352,18 @@ def main() -> int:
     if not chosen:
         parser.error(f"--only names none of the cases: {', '.join(c.name for c in known)}.")
     if not args.part and not args.only and not args.dry_run:
-        parser.error("--part is missing: 1, then 2, then 3.")
+        parser.error("--part is missing: 1, then 2; 3 and 4 where there is more time.")
     args.out.mkdir(parents=True, exist_ok=True)
     own = environment(args.out, args.dry_run, args.packages)
     for part in [args.part] if args.part else sorted(BUDGETS_S):
         given = [case for case in chosen if case.part == part]
         if given:
-            budget = BUDGETS_S[part] if args.budget is None else args.budget
+            own_s = DRY_S if args.dry_run else BUDGETS_S[part]
+            budget = own_s if args.budget is None else args.budget
+            begun = time.perf_counter()
             run_part(given, budget, args.out, own)
+            if part == 1:
+                count(given, args.out, own, budget - (time.perf_counter() - begun))
     lines = [json.loads(line) for line in (args.out / "figures.jsonl").read_text().splitlines()]
     (args.out / "table.md").write_text(markdown(lines))
     sys.stdout.write(markdown(lines))

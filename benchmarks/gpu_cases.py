@@ -82,7 +82,8 @@ def seconds_each(
             for _ in range(chained):
                 found = call(first + (0 * total).astype(first.dtype), *state, *rest)
                 some, state = (found[0], found[1:]) if state else (found, state)
-                total += some.ravel()[0].astype(jnp.float32)
+                # all of a result: of one element XLA would compute no more than that
+                total += jax.lax.optimization_barrier(some).ravel()[0].astype(jnp.float32)
             return total, state
 
         return jax.lax.fori_loop(0, times, turn, (jnp.float32(0), state))[0]
@@ -92,12 +93,47 @@ def seconds_each(
     return best_of(run, first, state, rest, repeats=repeats) / (times * chained)
 
 
+def with_answers(measure: Callable[[], Figures], count: int) -> Figures:
+    """A case by its kernels' rules, and by so many other answers to each of their questions.
+
+    Args:
+        measure: checks and times, traced anew.
+    """
+    from rooflax.ops import block_sizes
+
+    with block_sizes.recording() as asked:
+        row = measure()
+    found = []
+    for question in asked.values():
+        for sizes in nearest(question, count):
+            with block_sizes.trying({question.key: sizes}):
+                try:
+                    answer = measure()
+                except Exception as error:  # another answer may still do
+                    answer = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
+            kernel, shape = question.key
+            found.append({"kernel": kernel, "shape": shape, "sizes": sizes, **answer})
+    return row | ({"answers": found} if count else {})
+
+
+def nearest(question: Any, count: int) -> list[tuple[int, ...]]:
+    """The answers that differ least from the rule's, which come first where all are as far."""
+
+    def apart(sizes: tuple[int, ...]) -> float:
+        both = zip(sizes, question.rule, strict=True)
+        return sum(abs(np.log2((a + 1) / (b + 1))) for a, b in both)
+
+    return sorted(question.others, key=apart)[:count]
+
+
 def few(tiny: bool) -> dict[str, int]:
     """Calls of `seconds_each`; on a CPU they show that it works."""
     return {"times": 1, "chained": 1, "repeats": 1} if tiny else {}
 
 
-def linear_case(format: str, rows: int, tiny: bool, implementation: str | None) -> Figures:
+def linear_case(
+    format: str, rows: int, tiny: bool, implementation: str | None, answers: int = 0
+) -> Figures:
     """Against the reference in float32; read from as many matrices as the cache does not hold."""
     from rooflax.ops.format_names import FORMATS
     from rooflax.ops.linear import linear
@@ -115,16 +151,21 @@ def linear_case(format: str, rows: int, tiny: bool, implementation: str | None) 
     with jax.default_matmul_precision("highest"):
         exact = partial(linear, implementation="reference")
         wanted = jax.jit(exact)(x.astype(jnp.float32), w.member(jnp.int32(1)))
-    with as_a_gpu():
+
+    def measure() -> Figures:
         run = jax.jit(lambda a, i, w: linear(a, StackMember(w, i), implementation=name))
         row = compared(run(x, jnp.int32(1), w).astype(jnp.float32), wanted, 2**-7)
 
         def all_members(x: Any, w: Any) -> Any:
-            found = [run(x, jnp.int32(i), w) for i in range(members)]
+            # a row of its own for each matrix: what prepares it is a part of the call
+            found = [run(x * (1 + i / 256), jnp.int32(i), w) for i in range(members)]
             return sum(found[1:], start=found[0])
 
         seconds = seconds_each(all_members, x, w, **few(tiny) | {"chained": 1})
-    return row | {"read_gb_per_s": w.nbytes / seconds / 1e9, "seconds": seconds / members}
+        return row | {"read_gb_per_s": w.nbytes / seconds / 1e9, "seconds": seconds / members}
+
+    with as_a_gpu():
+        return with_answers(measure, answers)
 
 
 def attention_case(
@@ -135,6 +176,7 @@ def attention_case(
     patterned: bool,
     tiny: bool,
     implementation: str | None,
+    answers: int = 0,
 ) -> Figures:
     """The last queries of each row over blocks in no order, with sinks.
 
@@ -156,7 +198,7 @@ def attention_case(
     else:
         pools = [pool.astype(kind) for pool in pools]
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(pools))
-    on_tensor_cores = kind == "bfloat16"  # whose weights are rounded
+    on_tensor_cores = kind != "float32"  # whose weights are rounded
     dtype = "bfloat16" if on_tensor_cores else "float32"
     q = jax.random.normal(keys[2], (rows, queries, heads, head_dim)).astype(dtype)
     lengths = jnp.asarray([table * block - 7 * row for row in range(rows)], jnp.int32)
@@ -178,14 +220,19 @@ def attention_case(
     with jax.default_matmul_precision("highest"):
         exact = jax.jit(partial(paged_attention, implementation="reference"))
         wanted = exact(q.astype(jnp.float32), *given)
-    with as_a_gpu():
-        run = jax.jit(partial(paged_attention, implementation=implementation or "pallas"))
+
+    def measure() -> Figures:
+        attend = partial(paged_attention, implementation=implementation or "pallas")
+        run = jax.jit(lambda *arrays: attend(*arrays))
         tolerance = 2**-7 if on_tensor_cores else 1e-4
         row = compared(run(q, *given).astype(jnp.float32), wanted, tolerance)
         row["seconds"] = seconds_each(run, q, *given, **few(tiny))
-    if queries == 1 and window is None and not patterned:
-        row["read_gb_per_s"] = size / row["seconds"] / 1e9
-    return row
+        if queries == 1 and window is None and not patterned:
+            row["read_gb_per_s"] = size / row["seconds"] / 1e9
+        return row
+
+    with as_a_gpu():
+        return with_answers(measure, answers)
 
 
 def needs_gpu_jax() -> None:
@@ -199,7 +246,7 @@ def needs_gpu_jax() -> None:
         raise NotImplementedError("GPU kernels need JAX 0.11 or later")
 
 
-def step_case(head_dim: int, tiny: bool, implementation: str | None) -> Figures:
+def step_case(head_dim: int, tiny: bool, implementation: str | None, answers: int = 0) -> Figures:
     """What a decode step does between its projections, in one kernel and its merge, against the
     operations one after the other; new keys and values lie where they should."""
     from rooflax.ops.attention import AttentionArgs, Projected, Sequences, attention_step
@@ -231,8 +278,10 @@ def step_case(head_dim: int, tiny: bool, implementation: str | None) -> Figures:
     ]
     q = q[0].reshape(rows, -1, head_dim).astype(jnp.float32)
     exact = jax.jit(partial(attention, implementation="reference"))(q, *wanted, sequences, args)
-    with as_a_gpu():
-        run = jax.jit(partial(attention_step, implementation="pallas"))
+
+    def measure() -> Figures:
+        attend = partial(attention_step, implementation="pallas")
+        run = jax.jit(lambda *arrays: attend(*arrays))
         out, *found = run(new, *pools, sequences, args)
         row = compared(out.astype(jnp.float32), exact, 2**-7)
         for pool, other in zip(found, wanted, strict=True):
@@ -242,11 +291,15 @@ def step_case(head_dim: int, tiny: bool, implementation: str | None) -> Figures:
             return run(replace(new, qkv=qkv), *rest)
 
         many = {"state": tuple(pools), **few(tiny)}
-        row["seconds"] = seconds_each(again, qkv, sequences, args, **many)
-    return row
+        return row | {"seconds": seconds_each(again, qkv, sequences, args, **many)}
+
+    with as_a_gpu():
+        return with_answers(measure, answers)
 
 
-def experts_case(kind: str, tokens: int, tiny: bool, implementation: str | None) -> Figures:
+def experts_case(
+    kind: str, tokens: int, tiny: bool, implementation: str | None, answers: int = 0
+) -> Figures:
     """GPT-OSS's shapes, or tiny ones; and the choice of experts, which has a kernel, too."""
     from rooflax.ops.linear.prologue import ClampedSwiglu
     from rooflax.ops.moe import experts, route
@@ -274,13 +327,18 @@ def experts_case(kind: str, tokens: int, tiny: bool, implementation: str | None)
         same, theirs = routes(logits, experts_per_token=chosen, implementation=name)
         compared(same, ids, 0.0)
         compared(theirs, shares, 1e-5)
-        run = jax.jit(partial(run, implementation=name))
-        found = run(x, ids, shares, *weights)[:some]
-        row = compared(found.astype(jnp.float32), wanted, 2**-6)
-        seconds = seconds_each(run, x, ids, shares, *weights, **few(tiny))
     total = sum(a.nbytes for a in jax.tree.leaves((up, down)))
-    touched = len(set(ids.reshape(-1).tolist())) / count
-    return row | {"seconds": seconds, "read_gb_per_s": total * touched / seconds / 1e9}
+    read = total * len(set(ids.reshape(-1).tolist())) / count
+
+    def measure() -> Figures:
+        mixed = jax.jit(lambda *arrays: run(*arrays, implementation=name))
+        found = mixed(x, ids, shares, *weights)[:some]
+        row = compared(found.astype(jnp.float32), wanted, 2**-6)
+        seconds = seconds_each(mixed, x, ids, shares, *weights, **few(tiny))
+        return row | {"seconds": seconds, "read_gb_per_s": read / seconds / 1e9}
+
+    with as_a_gpu():
+        return with_answers(measure, answers)
 
 
 def ceilings(tiny: bool, implementation: str | None) -> Figures:

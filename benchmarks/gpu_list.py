@@ -8,7 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 Figures = dict[str, Any]
-BUDGETS_S = {1: 350, 2: 590, 3: 590}
+BUDGETS_S = {1: 350, 2: 350, 3: 590, 4: 590}
+"""Of a part. The first two fit fifteen minutes with a machine's start: one decides between the
+answers that kernels could take, one measures models. The others are for another day."""
+COUNTED, COUNTERS_S = 3, 25
+"""Kernels that NVIDIA's profiler runs behind the first part, the slowest beside what the law of
+speed says; and what each takes."""
 START_S = 8
 """That a process is expected to take before its first case: imports, and the card's context."""
 LOOPS = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL"}
@@ -50,45 +55,54 @@ class Case:
 
 
 def expected_s(given: Iterable[Case]) -> float:
-    """Of a part, with its processes' starts."""
+    """Of a part, with its processes' starts, and the profiler behind the first."""
     total, before = 0.0, None
     for case in given:
         total += case.expected_s + (START_S if case.key != before else 0)
         before = case.key
-    return total
+    return total + (COUNTED * COUNTERS_S if before and case.part == 1 else 0)
 
 
 def cases(tiny: bool) -> list[Case]:
     """All of them; tiny ones share a process, but for those with an environment, which are last."""
-    found = [*_kernels(tiny), *_slopes(tiny), *_ladder(tiny), *_whole(tiny)]
+    found = [*_kernels(tiny), *_engine(tiny), *_slopes(tiny), *_ladder(tiny), *_whole(tiny)]
     if not tiny:
         return found
     shared = [replace(case, process="dry run") for case in found]
     return sorted(shared, key=lambda case: (case.part, bool(case.environment)))
 
 
+ANSWER_S = 2.5
+"""To compile, check and time a kernel with another answer to one question of its."""
+
+
 def _kernels(tiny: bool) -> list[Case]:
+    """Part 1 has those whose answers decide; the other kernels and the races are part 3's."""
     found: list[Case] = []
 
     def add(process: str, name: str, job: str, seconds: float, **arguments: Any) -> None:
+        part = 1 if arguments.get("answers") else 3
+        seconds += ANSWER_S * arguments.get("answers", 0)
         arguments["tiny"] = tiny
-        found.append(Case(name, 1, job, arguments, process, seconds, "equal, then GB/s"))
+        found.append(Case(name, part, job, arguments, process, seconds, "equal, then GB/s"))
 
-    def linears(process: str, rows: int, *formats: str) -> None:
-        seconds = 7.0 if rows == 8 else 4.0
+    def linears(process: str, rows: int, *formats: str, answers: int = 0) -> None:
+        seconds = 5.0 if rows == 8 else 3.5
         for format in formats:
-            name = f"linear {format} rows {rows}"
-            add(process, name, "linear", seconds, format=format, rows=rows)
+            how = {"format": format, "rows": rows, "answers": answers}
+            add(process, f"linear {format} rows {rows}", "linear", seconds, **how)
 
-    def attention(process: str, kind: str, width: int, **how: Any) -> None:
+    def attention(process: str, kind: str, width: int, answers: int = 0, **how: Any) -> None:
         label = " ".join(f"{k} {v}" for k, v in how.items() if v)
-        plain = {"queries": 1, "window": None, "patterned": False}
-        name = f"attention {kind} head {width} {label}"
-        add(process, name, "attention", 5.0, kind=kind, head_dim=width, **{**plain, **how})
+        plain = {"queries": 1, "window": None, "patterned": False, "answers": answers}
+        name = f"attention {kind} head {width} {label}".rstrip()
+        given = {**plain, **how}
+        add(process, name, "attention", 5.0, kind=kind, head_dim=width, **given)
 
-    def experts(kind: str, *counts: int) -> None:
+    def experts(kind: str, *counts: int, answers: int = 0) -> None:
         for n in counts:
-            add("experts", f"experts {kind} tokens {n}", "experts", 6.0, kind=kind, tokens=n)
+            how = {"kind": kind, "tokens": n, "answers": answers}
+            add("experts", f"experts {kind} tokens {n}", "experts", 6.0, **how)
 
     def races(widths: Iterable[int], *linears: tuple[str, int]) -> None:
         for format, n in linears:
@@ -99,36 +113,41 @@ def _kernels(tiny: bool) -> list[Case]:
             add("race", name, "attention race", 5.0, head_dim=width)
 
     if tiny:
-        linears("first", 1, "w4a16", "bfloat16")
-        linears("first", 40, "w4a16")
+        linears("first", 1, "w4a16", "bfloat16", "fp8-a16", answers=1)
+        linears("first", 40, "w4a16", answers=1)
+        attention("attention", "bfloat16", 64, queries=1, answers=1)
+        attention("attention", "int8", 64, queries=1, answers=1)
+        attention("attention", "bfloat16", 64, queries=40, patterned=True)
+        add("step", "decode step head 64", "step", 5.0, head_dim=64, answers=1)
+        experts("bfloat16", 1, answers=1)
         add("race", "race of 2 stages", "race", 5.0, stages=2)
         races((64,), ("w4a16", 2))
-        attention("attention", "bfloat16", 64, queries=1)
-        attention("attention", "bfloat16", 64, queries=40, patterned=True)
-        add("step", "decode step head 64", "step", 5.0, head_dim=64)
-        experts("bfloat16", 1)
         return found
-    linears("first", 1, "w4a16", "bfloat16")
-    linears("first", 512, "w4a16")
+    linears("rows", 1, "w4a16", "mxfp4-a16", "bfloat16", "w8a16", answers=2)
+    linears("rows", 1, "fp8-a16", answers=1)
+    linears("rows", 8, "bfloat16", "w4a16", "mxfp4-a16", "w8a16", answers=1)
+    attention("attention", "bfloat16", 128, queries=1, answers=3)
+    attention("attention", "int8", 128, queries=1, answers=3)
+    attention("attention", "bfloat16", 64, queries=1, answers=1)
+    attention("attention", "bfloat16", 128, queries=512, answers=2)
+    add("attention", "decode step head 128", "step", 5.0, head_dim=128, answers=2)
+    experts("mxfp4-a16", 1, 8, answers=2)
+    linears("many rows", 512, "w4a16", "mxfp4-a16", answers=2)
+    linears("many rows", 64, "w4a16", answers=1)
+    experts("mxfp4-a16", 512)
+    experts("bfloat16", 1, 512)
     for stages in (3, 4, 6):
         add("race", f"race of {stages} stages", "race", 5.0, stages=stages)
     races((128, 64), ("w4a16", 3), ("w4a16", 4), ("w8a16", 4), ("mxfp4-a16", 6))
-    for width in (128, 64):
-        attention("attention", "bfloat16", width, queries=1)
-        attention("attention", "bfloat16", width, queries=512)
-    for width in (128, 64):
-        add("attention", f"decode step head {width}", "step", 5.0, head_dim=width)
-    codes = ("mxfp4-a16", "w8a16", "w8a8", "w8a16-g32", "w4a8", "fp8-a16")
-    linears("one row", 1, *codes)
-    experts("mxfp4-a16", 1, 8, 512)
-    experts("bfloat16", 1, 512)
-    linears("eight rows", 8, "bfloat16", "w4a16", *codes[:4])
-    linears("many rows", 512, *(code for code in codes if not code.endswith("a8")))
-    linears("many rows", 64, "w4a16")
+    linears("other rows", 1, "w8a8", "w8a16-g32", "w4a8")
+    linears("other rows", 8, "w8a8", "w8a16-g32")
+    linears("other rows", 512, "w8a16", "w8a16-g32", "fp8-a16")
+    add("masks", "decode step head 64", "step", 5.0, head_dim=64, answers=0)
+    attention("masks", "bfloat16", 64, queries=512)
     for width in (128, 64):
         attention("masks", "bfloat16", width, queries=512, patterned=True)
-    attention("masks", "int8", 128, queries=1)
     attention("masks", "float32", 64, queries=1)
+    attention("masks", "bfloat16", 512, queries=1)
     attention("masks", "bfloat16", 64, queries=1, window=128)
     attention("masks", "bfloat16", 128, queries=1, patterned=True)
     attention("masks", "bfloat16", 64, queries=512, window=128)
@@ -151,9 +170,37 @@ def _work(tiny: bool) -> tuple[Figures, Figures]:
     return decode, {"prompt_tokens": 4096, "output_tokens": 2, "trials": 5} | short
 
 
+BATCHES = ((8, 1024, None), (32, 4096, None), (64, 1024, None), (32, 4096, "int8"))
+"""Rows, tokens of each one's context, and the type of the KV cache."""
+
+
+def _engine(tiny: bool) -> list[Case]:
+    """Part 2: whole models of one row, batches and contexts of eight layers, and a peer."""
+    decode, _ = _work(tiny)
+    found: list[Case] = []
+    for model, width, precision, target in FORMATS[1:2] if tiny else FORMATS[1:3]:
+        chosen, seconds = TINY[model] if tiny else model, 55 if "gpt-oss" in model else 36
+        how = {"model": chosen, "work": decode, "precision": precision}
+        name = f"decode {model} {width}"
+        found.append(Case(name, 2, "model", how, name, seconds, target))
+    llama, width, int4, _ = FORMATS[1]
+    for rows, context, kv in BATCHES[3:] if tiny else BATCHES:
+        work = {"batch": rows, "prompt_tokens": context, "output_tokens": 32, "trials": 2}
+        work |= {"batch": 2, "prompt_tokens": 16, "output_tokens": 4} if tiny else {}
+        precision = {**int4, **({"kv_dtype": kv} if kv else {})}
+        name = f"{rows} rows of {context} tokens, {width}, {kv or 'bfloat16'} KV, 8 layers"
+        how = {"model": TINY[llama] if tiny else llama, "work": work, "precision": precision}
+        how["layers"] = 2 if tiny else 8
+        found.append(Case(name, 2, "model", how, name, 24, "beside one row"))
+    if importlib.util.find_spec("torch"):
+        peer = {"bits": 8, "tiny": tiny, "work": decode, "tunes": False}
+        found.append(Case("torch int8, not tuned", 2, "torch", peer, "torch", 45, "we: 1.2x"))
+    return found
+
+
 def _slopes(tiny: bool) -> list[Case]:
     """Two depths: their difference is what layers cost, the rest what everything else does."""
-    found = [Case("ceilings", 2, "ceilings", {"tiny": tiny}, "ceilings", 10)]
+    found = [Case("ceilings", 3, "ceilings", {"tiny": tiny}, "ceilings", 10)]
     decode, long = _work(tiny)
     depths = (2, 4) if tiny else (4, 8)
 
@@ -163,7 +210,7 @@ def _slopes(tiny: bool) -> list[Case]:
         for n in layers:
             label = f"{name}, {n} layers"
             arguments = {"model": chosen, "work": work, "layers": n, **more}
-            made.append(Case(label, 2, "model", arguments, label, seconds))
+            made.append(Case(label, 4, "model", arguments, label, seconds))
         return made
 
     for model, width, precision, _ in FORMATS[1:2] if tiny else FORMATS:
@@ -182,18 +229,20 @@ def _whole(tiny: bool) -> list[Case]:
     found: list[Case] = []
 
     def add(name: str, job: str, seconds: float, target: str, **arguments: Any) -> None:
-        found.append(Case(name, 3, job, arguments, name, seconds, target))
+        part = 3 if job in PEERS else 4
+        found.append(Case(name, part, job, arguments, name, seconds, target))
 
     def ours(name: str, model: str, target: str, work: Figures, **more: Any) -> None:
         chosen, seconds = TINY[model] if tiny else model, 45 if "gpt-oss" in model else 32
         add(name, "model", seconds, target, model=chosen, work=work, **more)
 
-    for model, width, precision, target in FORMATS[:1] if tiny else FORMATS:
+    for model, width, precision, target in FORMATS[:1] if tiny else (FORMATS[0], FORMATS[3]):
         ours(f"decode {model} {width}", model, target, decode, precision=precision)
     if not tiny:
         ours("prefill bf16", "llama-3.1-8b", "60% of the matmul rate", long, precision={})
-    for bits in (8, 4) if importlib.util.find_spec("torch") else ():
-        add(f"torch int{bits}", "torch", 70, "we: 1.2x", bits=bits, tiny=tiny, work=decode)
+    if importlib.util.find_spec("torch"):
+        how = {"bits": 4, "tiny": tiny, "work": decode, "tunes": True}
+        add("torch int4", "torch", 70, "we: 1.2x", **how)
     if not tiny or importlib.util.find_spec("transformers"):
         add("transformers", "transformers", 70, "we: 1.2x", tiny=tiny, work=decode)
     return found
@@ -213,5 +262,5 @@ def _ladder(tiny: bool) -> list[Case]:
         name, target = f"ladder: {label}, {layers} layers", f"A100: {theirs}" if theirs else ""
         own = {**arguments, "options": options}
         seconds = 12 if found else 35
-        found.append(Case(name, 2, "model", own, "ladder", seconds, target))
+        found.append(Case(name, 3, "model", own, "ladder", seconds, target))
     return found[:1] if tiny else found

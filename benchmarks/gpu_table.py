@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+PREDICTED = Path(__file__).resolve().parents[1] / "tools" / "gpu_tables" / "predicted.json"
+"""Microseconds that the law of the kernels' speed (tools/gpu_speed.py) gives each case."""
+FASTER = 0.97
+"""Of the rule's time: below it another answer is taken."""
 Figures = dict[str, Any]
+COLUMNS = (
+    *["decode tok/s", "MBU", "MFU", "prefill tok/s", "MBU", "MFU"],
+    *["us", "GB/s", "predicted, us", "wanted", "seconds"],
+)
 DEFINITIONS = """\
 MBU is the bytes a step must read over the memory's rate, MFU its operations over the rate of
 matmuls, both over the time it took; rates are read around each trial. Bytes: weights as they are
@@ -21,11 +31,12 @@ def markdown(lines: list[Figures]) -> str:
         about = f"{first['device']}, JAX {first['jax']}, Python {first['python']}, {first['date']}"
     table = [
         "# GPU figures", "", about, "", DEFINITIONS, "",
-        "| case | decode tok/s | MBU | MFU | prefill tok/s | MBU | MFU | GB/s | wanted | seconds |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        f"| case | {' | '.join(COLUMNS)} |",
+        "| --- " * (1 + len(COLUMNS)) + "|",
     ]  # fmt: skip
+    predicted = json.loads(PREDICTED.read_text()) if PREDICTED.exists() else {}
     for line in last.values():
-        cells = [line.get("failed") or "", *[""] * 6]
+        cells = [line.get("failed") or "", *[""] * 7]
         if result := line.get("result"):
             cells = []
             for kind in ("decode", "prefill"):
@@ -33,11 +44,50 @@ def markdown(lines: list[Figures]) -> str:
                 cells.append(f"{speed['median']:.1f}" if speed else "")
                 shares = (result.get(f"{kind}_{share}") for share in ("mbu", "mfu"))
                 cells += ["" if share is None else f"{share:.0%}" for share in shares]
-            rate = result.get("read_gb_per_s")
+            took, rate = result.get("seconds"), result.get("read_gb_per_s")
+            cells.append("" if took is None else f"{1e6 * took:.1f}")
             cells.append("" if rate is None else f"{rate:.0f}")
+        expected = predicted.get(line["name"])
+        cells.append("" if expected is None else f"{expected:.1f}")
         name = line["name"] + (" (XLA: the kernel failed)" if "fell_back" in line else "")
         table.append(f"| {name} | {' | '.join(cells)} | {line['target']} | {line['seconds']} |")
-    return "\n".join([*table, *slopes(last)]) + "\n"
+    return "\n".join([*table, *slopes(last), *answers(last)]) + "\n"
+
+
+def beside_law(lines: list[Figures]) -> list[tuple[str, float]]:
+    """Cases and their times as a share of what the law of speed says, the slowest first."""
+    predicted = json.loads(PREDICTED.read_text()) if PREDICTED.exists() else {}
+    last = {line["name"]: line for line in lines}
+    shares = [
+        (name, 1e6 * line["result"]["seconds"] / predicted[name])
+        for name, line in last.items()
+        if name in predicted and "seconds" in line.get("result", {})
+    ]
+    return sorted(shares, key=lambda each: -each[1])
+
+
+def answers(last: dict[str, Figures]) -> list[str]:
+    """Lines for `ops.block_sizes.MEASURED`, of the fastest answers where they beat the rule's."""
+    best: dict[str, Figures] = {}
+    for line in last.values():
+        rule = last.get(line.get("rule", ""), {}).get("result")
+        if rule is None or "result" not in line or "seconds" not in rule:
+            continue
+        found = line["result"]
+        key = f'("{found["kernel"]}", {tuple(found["shape"])!r})'
+        share = found["seconds"] / rule["seconds"]
+        if share < min(FASTER, best.get(key, {"share": 1.0})["share"]):
+            best[key] = {"share": share, "sizes": tuple(found["sizes"])}
+    lines = [
+        f"    {key}: {found['sizes']!r},  # {found['share']:.2f}" for key, found in best.items()
+    ]
+    none = "No other answer was faster."
+    return [
+        "",
+        "## For ops/block_sizes.py",
+        "",
+        *(["```python", *lines, "```"] if lines else [none]),
+    ]
 
 
 DEPTHS = " layers"

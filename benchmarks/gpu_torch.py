@@ -183,20 +183,24 @@ def target() -> tuple[str, torch.dtype]:
     return ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
 
 
-def compiled(step: Step) -> Step:
+def compiled(step: Step, tunes: bool = True) -> Step:
     """As gpt-fast compiles a step, with CUDA graphs; as it is on a CPU.
 
-    Without tuning by coordinate descent Inductor has no kernel of its own for one row.
+    Args:
+        tunes: by coordinate descent, without which Inductor has no kernel of its own for one row,
+            and with which int4 does not end within 100 s.
     """
     if not torch.cuda.is_available():
         return step
     import torch._inductor.config as inductor
 
-    inductor.coordinate_descent_tuning = True
+    inductor.coordinate_descent_tuning = tunes
     return torch.compile(step, mode="reduce-overhead", fullgraph=True)
 
 
-def weight_only(bits: int, tiny: bool, work: Figures, implementation: str | None = None) -> Figures:
+def weight_only(
+    bits: int, tiny: bool, work: Figures, tunes: bool, implementation: str | None = None
+) -> Figures:
     """Batch 1, greedy: a prompt eager, and decoding compiled."""
     del implementation
     raw = shape(tiny)
@@ -207,7 +211,7 @@ def weight_only(bits: int, tiny: bool, work: Figures, implementation: str | None
     def run(tokens: Tensor, at: Tensor) -> Tensor:
         return net(tokens, at)[:, -1:].argmax(-1)
 
-    return rates(run, compiled(run), lambda: None, raw, net.weight_bytes(), work)
+    return rates(run, compiled(run, tunes), lambda: None, raw, net.weight_bytes(), work)
 
 
 def rates(

@@ -28,6 +28,8 @@ import jax  # noqa: E402
 import sass  # noqa: E402
 from gpu_speed import WORK, Work  # noqa: E402
 
+from benchmarks.gpu_cases import nearest  # noqa: E402
+from benchmarks.gpu_list import cases as listed  # noqa: E402
 from rooflax.ops import block_sizes  # noqa: E402
 from rooflax.ops.mosaic import plgpu  # noqa: E402
 
@@ -36,7 +38,7 @@ REGISTERS, SHARED, RESERVED = 65536, 233472, 1024
 BLOCK, TILE = 16, 64
 """Tokens of a block, and keys of a tile of the tensor cores."""
 ANSWERS = 2
-"""To each question, besides the rule's."""
+"""To each question, besides the rule's, where benchmarks/gpu.py tries no more."""
 Facts = dict[str, Any]
 
 
@@ -239,7 +241,11 @@ def _facts(
         tiles = inner // (128 * 16 // (2 * (outer // grid["panel"])))
         together = max(n for n in (1, 2, 4, 8) if tiles % n == 0)
         return {"turns": -(-tiles // together // warpgroups), "loads": 1, "nbytes": nbytes}
+    if launch.name == "matmul_plain_tiles":
+        turns, flops = inner // 64 // grid["split"], 2.0 * 64 * (-(-tile // 8) * 8) * 64
+        return {"turns": turns, "waits": 1, "flops": flops, "nbytes": nbytes}
     if launch.name == "multiply_tiles":
+        tile = -(-tile // 8) * 8
         together = 4 if tile <= 128 else 2
         stages = -(-(inner // 32) // together)
         turns = -(-stages // grid["split"])
@@ -295,7 +301,7 @@ ATTENTIONS = (
     *[("bfloat16", w, 512, None, True) for w in (128, 64)],
     ("int8", 128, 1, None, False), ("float32", 64, 1, None, False),
     ("bfloat16", 64, 1, 128, False), ("bfloat16", 128, 1, None, True),
-    ("bfloat16", 64, 512, 128, False),
+    ("bfloat16", 64, 512, 128, False), ("bfloat16", 512, 1, None, False),
 )  # fmt: skip
 
 
@@ -451,16 +457,6 @@ def every() -> list[Case]:
     return [*linears(), *attentions(), *steps(), *mixtures()]
 
 
-def nearest(question: block_sizes.Question, count: int) -> list[block_sizes.Sizes]:
-    """The answers that differ least from the rule's; of those as far, the first ones."""
-
-    def apart(sizes: block_sizes.Sizes) -> float:
-        both = zip(sizes, question.rule, strict=True)
-        return sum(abs(math.log2((a + 1) / (b + 1))) for a, b in both)
-
-    return sorted(question.others, key=apart)[:count]
-
-
 def row(case: Case) -> dict[str, Any]:
     """A case as `gpu_speed` reads it."""
     launches, said, text = recorded(case.function, case.arguments)
@@ -473,6 +469,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
     args = parser.parse_args()
+    counts = {case.name: case.arguments.get("answers", 0) for case in listed(tiny=False)}
     kept = {row["name"]: row for row in json.loads(WORK.read_text())} if args.only else {}
     for case in every():
         if args.only and case.name not in args.only:
@@ -482,7 +479,7 @@ def main() -> int:
         if case.name.startswith("experts"):  # whose two matmuls ask by one name
             asked.clear()
         for question in asked.values():
-            for sizes in nearest(question, ANSWERS):
+            for sizes in nearest(question, max(ANSWERS, counts.get(case.name, 0))):
                 name = f"{case.name}: {question.kernel} {' '.join(map(str, sizes))}"
                 with block_sizes.trying({question.key: sizes}):
                     rows.append(row(replace(case, name=name)))

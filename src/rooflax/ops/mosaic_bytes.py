@@ -1,5 +1,5 @@
 """Instructions of NVIDIA GPUs on four bytes at a time, for Mosaic GPU's kernels: dot products of
-them, looking them up, and what rounds numbers and joins them to bytes.
+them, looking them up, what they are as e4m3, and what rounds numbers and joins them to bytes.
 
 Mosaic GPU has no operation for any, so each is a primitive with two meanings: instructions in a
 kernel on a GPU, and JAX's operations everywhere else, which is what interpretation runs. Imported
@@ -44,6 +44,12 @@ def looked_up(table: tuple[int, int], index: jax.Array) -> jax.Array:
     return _LOOKED_UP.bind(index, table=table)
 
 
+def e4m3(packed: jax.Array, place: int) -> jax.Array:
+    """Float32 numbers of the e4m3 codes in one of an int32's bytes, the lowest being 0."""
+    pair = _E4M3_PAIR.bind(packed, upper=place > 1)
+    return _WIDENED.bind(pair, upper=bool(place % 2))
+
+
 def nearest(x: jax.Array) -> jax.Array:
     """Float32 numbers rounded to the nearest of 16 bits, halves to even; NaN to 0."""
     return _NEAREST.bind(x)
@@ -78,6 +84,17 @@ def _looked_up(index: jax.Array, *, table: tuple[int, int]) -> jax.Array:
     return word
 
 
+def _e4m3_pair(packed: jax.Array, *, upper: bool) -> jax.Array:
+    """Two e4m3 numbers of a half word as float16, which holds them all."""
+    codes = jax.lax.bitcast_convert_type(packed, jnp.float8_e4m3fn)
+    wide = codes[..., 2 * upper : 2 * upper + 2].astype(jnp.float16)
+    return jax.lax.bitcast_convert_type(wide, jnp.int32)
+
+
+def _widened(pair: jax.Array, *, upper: bool) -> jax.Array:
+    return jax.lax.bitcast_convert_type(pair, jnp.float16)[..., int(upper)].astype(jnp.float32)
+
+
 def _nearest(x: jax.Array) -> jax.Array:
     bounded = jnp.clip(jnp.round(x), -(2.0**15), 2.0**15 - 1)
     return jnp.where(x == x, bounded, 0.0).astype(jnp.int32)
@@ -107,26 +124,28 @@ def primitive(
     return made
 
 
-def _instruction(text: str, *arrays: Any, kind: str = "r") -> Any:
+def _instruction(text: str, *arrays: Any, kind: str = "r", result: str = "r") -> Any:
     """One instruction on each register of fragmented arrays, whose elements may be vectors.
 
     Args:
         kind: of registers that it takes, as PTX names them: r for int32, f for float32.
+        result: of those that it gives.
     """
-    i32 = ir.IntegerType.get_signless(32)
+    made = ir.IntegerType.get_signless(32) if result == "r" else ir.F32Type.get()
     inputs = ",".join(kind for _ in arrays)
 
     def once(*values: Any) -> Any:
-        return llvm.inline_asm(i32, values, text, f"=r,{inputs}", has_side_effects=False)
+        return llvm.inline_asm(made, values, text, f"={result},{inputs}", has_side_effects=False)
 
     def every(*registers: Any) -> Any:
         if not isinstance(registers[0].type, ir.VectorType):
             return once(*registers)
         (count,) = ir.VectorType(registers[0].type).shape
         elements = [once(*(element(r, place) for r in registers)) for place in range(count)]
-        return vector.from_elements(ir.VectorType.get((count,), i32), elements)
+        return vector.from_elements(ir.VectorType.get((count,), made), elements)
 
-    return arrays[0]._pointwise(every, *arrays[1:], output_is_signed=True)
+    signed = True if result == "r" else None
+    return arrays[0]._pointwise(every, *arrays[1:], output_is_signed=signed)
 
 
 def element(register: Any, place: int) -> Any:
@@ -142,6 +161,16 @@ def _dot4_in_kernel(a: Any, b: Any, total: Any, *, signed: tuple[bool, bool]) ->
 def _looked_up_in_kernel(index: Any, *, table: tuple[int, int]) -> Any:
     low, high = table
     return _instruction(f"prmt.b32 $0, {low}, {high}, $1;", index)
+
+
+def _e4m3_pair_in_kernel(packed: Any, *, upper: bool) -> Any:
+    text = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.rn.f16x2.e4m3x2 $0, %s; }"
+    return _instruction(text % ("high" if upper else "low"), packed)
+
+
+def _widened_in_kernel(pair: Any, *, upper: bool) -> Any:
+    text = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.f32.f16 $0, %s; }"
+    return _instruction(text % ("high" if upper else "low"), pair, result="f")
 
 
 def _nearest_in_kernel(x: Any) -> Any:
@@ -164,6 +193,13 @@ def _joined_in_kernel(x: Any, *, first: int, count: int) -> Any:
 
 _DOT4 = primitive("dot4", _dot4, _dot4_in_kernel)
 _LOOKED_UP = primitive("looked_up", _looked_up, _looked_up_in_kernel)
+_E4M3_PAIR = primitive("e4m3_pair", _e4m3_pair, _e4m3_pair_in_kernel)
+_WIDENED = primitive(
+    "widened",
+    _widened,
+    _widened_in_kernel,
+    lambda pair, **_: pair.update(dtype=jnp.dtype(jnp.float32)),
+)
 _NEAREST = primitive(
     "nearest", _nearest, _nearest_in_kernel, lambda x: x.update(dtype=jnp.dtype(jnp.int32))
 )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from rooflax.errors import RequestError
-from rooflax.ops import accelerator
+from rooflax.ops import accelerator, block_sizes
 from rooflax.ops.activation import clamped_swiglu
 from rooflax.ops.attention import AttentionArgs, Paging, gpu_flash, gpu_split, paged_attention
 from rooflax.ops.attention import gpu as attention_gpu
@@ -102,6 +102,17 @@ def test_more_rows_than_share_an_unpacking(interpreted):
     close(kernel(x, w), exact(x, w))
 
 
+def test_one_row_of_fp8_on_either_cores(interpreted):
+    """CUDA cores by rule."""
+    w, x = weights("fp8-a16", 96, 200), jnp.asarray(normal(1, 96), jnp.bfloat16)
+    wanted, tried = exact(x.astype(jnp.float32), w), set()
+    close(kernel(x, w).astype(jnp.float32), wanted, 2**-8)
+    for name, sizes, found in each_answer(lambda: kernel(x, w)):
+        close(found.astype(jnp.float32), wanted, 2**-8)
+        tried.add((name, *sizes))
+    assert ("linear.gpu tensor cores", 1) in tried
+
+
 @pytest.mark.parametrize("format", ["w4a16", "w8a16"])
 def test_a_panel_of_several_warpgroups(format, interpreted, monkeypatch):
     w, x = weights(format, 4 * 1120, 16), jnp.asarray(normal(1, 4 * 1120))
@@ -161,8 +172,9 @@ def test_products_by_any_warpgroups(rows, interpreted):
     for name, sizes, found in each_answer(lambda: kernel(x, w)):
         close(found, wanted)
         tried.append((name, *sizes))
-    other = (1, 8) if rows == 1 else (1, 4)
-    assert tried == [("linear.gpu", *other)]  # the rule takes the most
+    # the rule takes the most
+    others = [(1, 8, 0), (2, 8, 1)] if rows == 1 else [(1, 4, 0)]
+    assert tried == [("linear.gpu", *other) for other in others]
 
 
 def codes_of(name):
@@ -183,7 +195,7 @@ def a_row_of_words(name, codes, x, dtype):
     stored = pack(format, codes, ones, (inputs,), (outputs,))
     words = gpu_rows._words(stored, code.words)[0, :, 0].swapaxes(0, 1).reshape(code.words, -1)
     values = code.values(jnp.asarray(x, jnp.float32)[None], stored, dtype, None)[0, :, 0]
-    found = code.dot(code.numbers(list(words)), lambda at: values[at], len(values))
+    found = code.dot(code.numbers(list(words), jnp.int32(0)), lambda at: values[at], len(values))
     return np.asarray(found, np.float64)[:outputs] * code.scale, np.asarray(stored.numbers())
 
 
@@ -486,7 +498,30 @@ def test_paged_attention_of_many_queries(case, interpreted):
     for arrays in ((q, *narrow[1:]), (narrow[0], k_pool, v_pool)):
         q, *pools = arrays
         why = attention_gpu.unsupported(q, *map(as_pool, pools), *given)
-        assert "bfloat16 over bfloat16 only" in why
+        assert "bfloat16 over bfloat16 or int8 only" in why
+
+
+@pytest.mark.parametrize("length", [1, 33])
+def test_int8_pools_on_the_tensor_cores(length, interpreted):
+    """Scales behind a context are NaN; they are what others left."""
+    case = replace(PROMPTS[0], query_len=length, head_dim=128, window=None)
+    q, k_pool, v_pool, *given = paged(case)
+    pools = [QuantizedPool(*tokens_as_int8(pool)) for pool in (k_pool, v_pool)]
+    wanted = paged_attention(q, *pools, *given, implementation="reference")
+    for row, context in enumerate(np.asarray(given[0].context_lens)):
+        block, slot = given[0].block_tables[row, context // BLOCK], context % BLOCK
+        pools = [replace(p, scales=p.scales.at[block, :, slot:].set(jnp.nan)) for p in pools]
+    q = q.astype(jnp.bfloat16)
+    tried = []
+
+    def run():
+        return attend(q, *pools, *given)
+
+    close(run().astype(jnp.float32), wanted, 2**-6)
+    for kernel, sizes, out in each_answer(run):
+        close(out.astype(jnp.float32), wanted, 2**-6)
+        tried.append((kernel, *sizes))
+    assert ("attention.gpu tiles", 1, gpu_flash.STAGES + 1) in tried
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, gpu_flash.WIDEST])
@@ -704,6 +739,13 @@ def test_pairs_of_token_and_expert(kind, chosen, size, interpreted):
     args = MoeArgs.of(*given, **how)
     assert moe_gpu.unsupported(args) is None
     close(moe_gpu.experts(args), wanted)
+    with block_sizes.recording() as asked:
+        jax.make_jaxpr(lambda: moe_gpu.experts(args))()
+    pairs = [question.key for question in asked.values() if question.kernel == "experts.gpu pairs"]
+    assert len(pairs) == (kind in FORMATS)
+    for key in pairs:
+        with block_sizes.trying({key: (0,)}):
+            close(moe_gpu.experts(args), wanted)
 
 
 @pytest.mark.parametrize("format", ["mxfp4-a16", "w4a16", "w8a8"])

@@ -9,7 +9,7 @@ import pytest
 
 from rooflax.errors import RequestError
 from rooflax.ops.linear import gpu as linear_gpu
-from rooflax.ops.linear import gpu_rows, linear, unembed
+from rooflax.ops.linear import gpu_plain_tiles, gpu_rows, linear, unembed
 from rooflax.ops.linear.args import LinearArgs
 from rooflax.ops.linear.prologue import Activation, ClampedSwiglu, Norm
 from rooflax.ops.weights import StackMember, as_operand
@@ -54,6 +54,38 @@ def test_products_of_few_rows(dtype, rows, interpreted):
     """Rows are float32, so that nothing but the order of sums differs."""
     w, x = weights(dtype, INNER, OUTER), jnp.asarray(normal(rows, INNER))
     close(kernel(x, w), exact(x, w))
+
+
+@pytest.mark.parametrize("rows", cases([2, 9, 16], nightly=[16]))
+def test_several_rows_on_the_tensor_cores(rows, interpreted):
+    """A norm, bias and residual around them; a member of a stack; the inputs shared in any way."""
+    inner, outer = 2048, 192
+    stack = weights("bfloat16", 3, inner, outer)
+    x = jnp.asarray(normal(rows, inner), jnp.bfloat16)
+    bias, residual = (jnp.asarray(normal(*n, seed=4)) for n in ((outer,), (rows, outer)))
+    how = {"prologue": Norm(jnp.asarray(1 + normal(inner, seed=8)), eps=1e-5)}
+    given = {**how, "residual": residual.astype(jnp.bfloat16)}
+    wide = {k: v.astype(jnp.float32) if k == "residual" else v for k, v in given.items()}
+    wanted = linear(x.astype(jnp.float32), stack[1], bias, **wide, implementation="reference")
+
+    def run():
+        args = LinearArgs(x, as_operand(stack, stack=1), jnp.int32(1), bias, dtype=x.dtype, **given)
+        assert gpu_plain_tiles.unsupported(x, args.w) is None
+        return linear_gpu.matmul(args).astype(jnp.float32)
+
+    close(run(), wanted, 2**-7)
+    tried = set()
+    for kernel, sizes, out in each_answer(run):
+        close(out, wanted, 2**-7)
+        tried.add((kernel, sizes[0]))
+    assert {("linear.gpu plain tiles", n) for n in (1, 2)} <= tried
+    assert (("linear.gpu tensor cores", 0) in tried) == (rows <= linear_gpu.FEW_ROWS)
+
+
+@pytest.mark.parametrize(("rows", "outer"), [(8, 14336), (16, 4096)])
+def test_several_rows_lower_for_cuda(rows, outer):
+    w = jax.ShapeDtypeStruct((4096, outer), jnp.bfloat16)
+    lowered(kernel, jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16), w)
 
 
 @pytest.mark.every_jax

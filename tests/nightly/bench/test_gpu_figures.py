@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -39,8 +40,17 @@ def test_the_whole_dry_run(tmp_path):
     """Every case has a result: where there are no kernels from XLA, and its line says so."""
     lines, table = run(tmp_path)
     last = {line["name"]: line for line in lines}
-    assert list(last) == [case.name for case in gpu_list.cases(tiny=True)]
+    own = [name for name, line in last.items() if "rule" not in line]
+    assert own == [case.name for case in gpu_list.cases(tiny=True)]
     kernels = jax.__version_info__ >= OLDEST_GPU_JAX
+    answers = {line["rule"] for line in last.values() if "rule" in line}
+    asked = {
+        "linear fp8-a16 rows 1",
+        *(f"attention {k} head 64 queries 1" for k in ("bfloat16", "int8")),
+    }
+    assert answers >= asked or not kernels
+    assert bool(answers) == kernels
+    assert all(line["result"]["seconds"] > 0 for line in last.values() if "rule" in line)
     for case in gpu_list.cases(tiny=True):
         line = last[case.name]
         assert f"| {case.name}" in table
@@ -85,11 +95,59 @@ def test_a_part_is_expected_to_end_in_time():
     for part, budget in gpu_list.BUDGETS_S.items():
         given = [case for case in gpu_list.cases(tiny=False) if case.part == part]
         peers = [case for case in given if case.job in gpu_list.PEERS]
-        assert part != 3 or importlib.util.find_spec("torch") is None or len(peers) == 3
+        has_torch = importlib.util.find_spec("torch") is not None
+        assert len(peers) == {2: has_torch, 3: 1 + has_torch}.get(part, 0)
         assert 0 < gpu_list.expected_s(given) <= 0.9 * budget, part
         assert all(2 * case.expected_s < case.limit_s < budget for case in given)
-    many = [gpu_list.Case(str(n), 1, "", {}, "one" if n < 2 else str(n), 1.0) for n in range(4)]
+    many = [gpu_list.Case(str(n), 2, "", {}, "one" if n < 2 else str(n), 1.0) for n in range(4)]
     assert gpu_list.expected_s(many) == 4 + 3 * gpu_list.START_S
+    first = [replace(case, part=1) for case in many]
+    counted = gpu_list.COUNTED * gpu_list.COUNTERS_S
+    assert gpu_list.expected_s(first) == gpu_list.expected_s(many) + counted
+    assert gpu_list.BUDGETS_S[1] + gpu_list.BUDGETS_S[2] <= 12 * 60
+
+
+def test_another_answer_that_is_faster_is_a_line_of_the_table():
+    """Of two that are, the faster one; of a question whose rule is as fast, none."""
+
+    def timed(name, seconds, **more):
+        result = {"seconds": seconds, "kernel": "a", "shape": [8, "b"], **more}
+        line = {"name": name, "seconds": 1, "target": "", "result": result}
+        return line | ({"rule": "x"} if more else {})
+
+    lines = [timed("x", 10e-6), timed("x: a 1", 9e-6, sizes=[1]), timed("x: a 2", 8e-6, sizes=[2])]
+    table = gpu_table.markdown([*lines, timed("x: c 3", 9.9e-6, sizes=[3], kernel="c")])
+    assert "    (\"a\", (8, 'b')): (2,),  # 0.80" in table and '"c"' not in table
+    assert "| 8.0 |" in table
+    assert "No other answer was faster." in gpu_table.markdown(lines[:1])
+
+
+def test_the_slowest_beside_the_law_come_first(monkeypatch, tmp_path):
+    path = tmp_path / "predicted.json"
+    path.write_text('{"x": 10.0, "y": 10.0}')
+    monkeypatch.setattr(gpu_table, "PREDICTED", path)
+    lines = [{"name": n, "result": {"seconds": s}} for n, s in (("x", 1e-5), ("y", 2e-5), ("z", 1))]
+    assert gpu_table.beside_law(lines) == [("y", pytest.approx(2.0)), ("x", pytest.approx(1.0))]
+
+
+def test_the_profiler_counts_what_is_slowest(script, monkeypatch, tmp_path):
+    """A program in its place says what it is asked for."""
+    path = tmp_path / "predicted.json"
+    path.write_text('{"linear w4a16 rows 1": 10.0}')
+    monkeypatch.setattr(gpu_table, "PREDICTED", path)
+    counter = tmp_path / "ncu"
+    counter.write_text('#!/bin/sh\necho "$@"\necho "$XLA_FLAGS"\ncat\n')
+    counter.chmod(0o755)
+    timed = {"name": "linear w4a16 rows 1", "result": {"seconds": 1e-5}}
+    (tmp_path / "figures.jsonl").write_text(json.dumps(timed) + "\n")
+    given = [case for case in gpu_list.cases(tiny=True) if case.part == 1]
+    own = {"PATH": os.pathsep.join([str(tmp_path), os.environ["PATH"]])}
+    script.count(given, tmp_path, own, 2 * gpu_list.COUNTERS_S)
+    name, asked, flags, task = (tmp_path / "counters-0.txt").read_text().splitlines()
+    assert name == timed["name"] and asked.endswith("gpu.py --work")
+    assert "--clock-control none" in asked and flags == "--xla_gpu_enable_command_buffer="
+    assert json.loads(task)["arguments"]["answers"] == 0
+    assert not (tmp_path / "counters-1.txt").exists()
 
 
 def line(name, layers, seconds, **more):

@@ -16,9 +16,10 @@ import pytest
 
 from rooflax import ops
 from rooflax.ops.attention import gpu_flash, gpu_step
-from rooflax.ops.kv_pool import as_pool
-from rooflax.ops.linear import gpu_tiles
+from rooflax.ops.kv_pool import QuantizedPool, as_pool, tokens_as_int8
+from rooflax.ops.linear import gpu_plain_tiles, gpu_tiles
 from rooflax.ops.moe import gpu as moe_gpu
+from rooflax.ops.weights import as_operand
 from tests.engine.ops.test_gpu import (
     FEW,
     PROMPTS,
@@ -56,10 +57,27 @@ def linear(format, rows=40, outer=200, wanted=None):
     return run, (x, weights(format, 800, outer)), {4: wanted or 0}
 
 
-def attention(given):
+def attention(given, end=5):
     """A prompt. Argument 8 says where the tiles of keys end that are visited."""
     *wide, paging, args = given
-    return attend, (*(a.astype(jnp.bfloat16) for a in wide), paging, args), {8: 5}
+    return attend, (*(a.astype(jnp.bfloat16) for a in wide), paging, args), {8: end}
+
+
+def over_int8():
+    """Few queries over codes, which are upcast in shared memory; argument 10 as above's 8."""
+    q, *pools, paging, args = paged(replace(PROMPTS[0], query_len=1, head_dim=128))
+    coded = [QuantizedPool(*tokens_as_int8(pool)) for pool in pools]
+    return attend, (q.astype(jnp.bfloat16), *coded, paging, args), {10: 5}
+
+
+def several_rows():
+    """Of plain weights, eight stages of inputs a program; argument 2 is the member."""
+
+    def run(x, w, member):
+        return gpu_plain_tiles.matmul(x, as_operand(w).in_stack()[0], member)
+
+    x, w = jnp.zeros((8, 1024), jnp.bfloat16), jnp.zeros((1024, 128), jnp.bfloat16)
+    return run, (x, w, jnp.zeros(1, jnp.int32)), {2: 0}
 
 
 def attention_step():
@@ -94,8 +112,13 @@ KERNELS = {
     "linear mxfp4-a16": (partial(linear, "mxfp4-a16"), ARRIVALS),
     "linear fp8-a16": (partial(linear, "fp8-a16"), ARRIVALS),
     "attention": (partial(attention, paged(PROMPTS[0])), MEETINGS),
-    "attention, pattern": (partial(attention, patterned("bfloat16, prompt", "strided")), MEETINGS),
+    "attention, pattern": (
+        partial(attention, patterned("bfloat16, prompt", "strided"), end=16),
+        MEETINGS,
+    ),
     "attention, heads of 256": (partial(attention, paged(WIDE)), MEETINGS),
+    "attention over int8": (over_int8, MEETINGS),
+    "several rows": (several_rows, ["products", "copies", "meet"]),
     "attention, a decode step": (attention_step, [*MEETINGS, "arrive"]),
     "one row of w4a16": (partial(one_row, "w4a16"), ["arrive", "arrivals"]),
     "one row of w8a16": (partial(one_row, "w8a16"), ["arrive", "arrivals"]),
@@ -155,6 +178,14 @@ def test_each_wait_for_a_copy_counts(name):
         assert run(name, {barrier}).wrong
 
 
+def test_where_copies_go_is_checked(monkeypatch):
+    """Stages of rows and weights lie 8 KiB apart, and so not all by 16."""
+    from tests.support.ops import mosaic_run
+
+    monkeypatch.setattr(mosaic_run, "ALIGNED", 1 << 14)
+    assert "a copy goes where TMA does not copy to" in run("experts").wrong
+
+
 @pytest.mark.parametrize("late", [None, 1])
 def test_the_experts_kernel_that_raced_is_found(late, monkeypatch):
     """As it was, without any wait; and with one that leaves a group too many."""
@@ -176,7 +207,8 @@ def test_no_other_kernel_copies_or_multiplies_on_the_side():
     sources = Path(ops.__file__).parent.rglob("*.py")
     names = r"plgpu\.(wgmma|copy_\w+|async_\w+|emit_pipeline)\("
     found = {path.name for path in sources if re.search(names, path.read_text())}
-    assert found == {Path(m.__file__).name for m in (gpu_tiles, gpu_flash, gpu_step)} | {"gpu.py"}
+    modules = gpu_tiles, gpu_plain_tiles, gpu_flash, gpu_step
+    assert found == {Path(m.__file__).name for m in modules} | {"gpu.py"}
 
 
 def one_of_each():

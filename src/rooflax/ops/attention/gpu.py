@@ -1,6 +1,7 @@
 """Attention over the blocks of a pool on a GPU: the blocks are read in place, by their table.
 
-bfloat16 goes to the tensor cores (gpu_flash.py), few queries over other pools to gpu_split.py. Both
+Queries in bfloat16 over pools of bfloat16 or int8 go to the tensor cores (gpu_flash.py), a few over
+float32 or of other types to gpu_split.py. Both
 visit the tiles of keys that plan.py lists for them, and give sums that are merged here, with the
 sinks.
 
@@ -73,8 +74,8 @@ def unsupported(
 def _no_tensor_cores(q: Any, k_pool: Pool) -> str | None:
     """Reason why `gpu_flash` does not run; None if it does."""
     block_size, head_dim = k_pool.values.shape[2:]
-    if not q.dtype == k_pool.values.dtype == jnp.bfloat16:
-        return "attention's tensor cores take bfloat16 over bfloat16 only"
+    if q.dtype != jnp.bfloat16 or k_pool.values.dtype not in (jnp.bfloat16, jnp.int8):
+        return "attention's tensor cores take bfloat16 over bfloat16 or int8 only"
     if TILE % block_size:
         return f"attention's tensor cores take no blocks of {block_size}"
     if head_dim > gpu_flash.WIDEST:

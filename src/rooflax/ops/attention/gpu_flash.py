@@ -1,24 +1,31 @@
-"""Attention in bfloat16 on a GPU's tensor cores: prompts in chunks from any offset, and decoding.
+"""Attention of bfloat16 queries on a GPU's tensor cores: prompts in chunks from any offset, and
+decoding, over pools of bfloat16 or int8.
 
 Flash attention. The queries of one row and K/V head are rows of one matrix, their positions beside
 them, so that a tile of 64 serves all heads of a group; keys and values come block by block by TMA,
 some tiles ahead. Where tiles of queries are too few for the card, programs share the keys that a
 tile visits; the caller merges the shares.
+
+Codes of int8 are bfloat16 numbers, so that nothing is rounded as they are upcast, from one place in
+shared memory to another: scales of keys multiply the scores, and scales of values the weights.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from rooflax.ops import block_sizes
 from rooflax.ops.attention.args import AttentionArgs, Paging
 from rooflax.ops.attention.gpu_split import LOWEST
 from rooflax.ops.attention.plan import NOWHERE, visible_tiles
+from rooflax.ops.block_sizes import rounded_up
 from rooflax.ops.kv_pool import Pool
 
 TILE = 64
@@ -54,12 +61,19 @@ def flash(
     visits = visible_tiles(paging, args, queries=TILE, keys=TILE, num_tiles=num_tiles)
 
     tiles = q.shape[2] // TILE
-    splits = splits_of(rows * kv_heads * tiles, num_tiles, args.window)
+    splits, stages = sizes_of(rows * kv_heads * tiles, num_tiles, args.window, k_pool.values)
+    pools, coded = [k_pool.values, v_pool.values], k_pool.scales is not None
+    if coded:
+        pools += [_scales_of(pool, paging.block_tables, num_tiles) for pool in (k_pool, v_pool)]
 
     def attention_flash(*refs: Any) -> None:
         to_base_2 = np.float32(args.scale * np.log2(np.e))
         listed = visits.order is not None
-        _program(*refs, listed=listed, splits=splits, to_base_2=to_base_2, sees=args.sees)
+        q_ref, *rest = refs
+        _program(
+            q_ref, rest[: len(pools)], *rest[len(pools) :],
+            listed=listed, splits=splits, to_base_2=to_base_2, sees=args.sees,
+        )  # fmt: skip
 
     shape = rows, kv_heads, splits, q.shape[2]
     numbers = jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -67,40 +81,67 @@ def flash(
         attention_flash,
         (numbers, numbers, jax.ShapeDtypeStruct((*shape, q.shape[3]), jnp.float32)),
         {"tile": tiles, "head": kv_heads, "row": rows, "split": splits},
-        scratch_types=scratch(q.shape[3], TILE // block_size),
+        scratch_types=scratch(q.shape[3], TILE // block_size, stages, coded),
     )
-    partials = run(q, k_pool.values, v_pool.values, *jax.tree.leaves((paging, visits)))
+    partials = run(q, *pools, *jax.tree.leaves((paging, visits)))
     highs, sums, outs = (a[:, :, :, :num_queries] for a in partials)
     return highs, sums, outs
 
 
-def splits_of(programs: int, num_tiles: int, window: int | None) -> int:
-    """Shares of the tiles of keys that one of so many programs visits."""
+def _scales_of(
+    pool: Pool, block_tables: Int[Array, "B nb"], num_tiles: int
+) -> Float[Array, "B K keys"]:
+    """Scales of the rows' keys or values, one after the other: those of a block are fewer bytes
+    than TMA copies to."""
+    assert pool.scales is not None
+    scales = pool.scales[block_tables].swapaxes(1, 2)
+    scales = scales.reshape(*scales.shape[:2], -1)
+    return jnp.pad(scales, ((0, 0), (0, 0), (0, num_tiles * TILE - scales.shape[2])))
+
+
+def sizes_of(programs: int, num_tiles: int, window: int | None, pool: Array) -> tuple[int, int]:
+    """Shares of the tiles of keys that one of so many programs visits, and tiles on their way."""
     most = num_tiles if window is None else min(num_tiles, window // TILE + 2)
-    return max(1, min(most // LEAST_TILES, ENOUGH_PROGRAMS // programs))
+    shares = max(1, min(most // LEAST_TILES, ENOUGH_PROGRAMS // programs))
+    others = {shares, *(n for n in (shares // 2, 2 * shares) if 0 < n <= most)}
+    splits, stages = block_sizes.of(
+        "attention.gpu tiles",
+        (rounded_up(programs), rounded_up(most), pool.shape[3], pool.dtype.name),
+        (shares, STAGES),
+        [(n, stages) for n in sorted(others) for stages in (STAGES, STAGES + 1)],
+    )
+    return splits, stages
 
 
-def scratch(head_dim: int, blocks: int) -> list[Any]:
-    """Shared memory for queries, keys and values (some tiles each) and weights; and who waits."""
+def scratch(head_dim: int, blocks: int, stages: int, coded: bool = False) -> list[Any]:
+    """Shared memory for queries, keys and values (some tiles each) and weights; and who waits.
+
+    Args:
+        coded: keys and values are int8, with scales, and one tile of each is upcast.
+    """
     from rooflax.ops.mosaic import plgpu, swizzled
 
     def of_bfloat16(*shape: int) -> Any:
         return plgpu.SMEM(shape, jnp.bfloat16, transforms=swizzled(jnp.bfloat16))
 
-    return [
+    upcast = () if coded else (stages,)
+    found = [
         of_bfloat16(TILE, head_dim),
-        of_bfloat16(STAGES, TILE, head_dim),
-        of_bfloat16(STAGES, TILE, head_dim),
+        of_bfloat16(*upcast, TILE, head_dim),
+        of_bfloat16(*upcast, TILE, head_dim),
         of_bfloat16(TILE, TILE),
-        plgpu.Barrier(),
-        plgpu.Barrier(num_arrivals=2 * blocks, num_barriers=STAGES),
     ]
+    if coded:
+        found += [plgpu.SMEM((stages, TILE, head_dim), jnp.int8) for _ in range(2)]
+        found += [plgpu.SMEM((stages, TILE), jnp.float32) for _ in range(2)]
+    found.append(plgpu.Barrier())
+    copies = 2 * blocks + (2 if coded else 0)
+    return [*found, plgpu.Barrier(num_arrivals=copies, num_barriers=stages)]
 
 
 def _program(
     q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
+    pools: list[Any],
     tables: Any,
     firsts: Any,
     queries_at: Any,
@@ -117,27 +158,31 @@ def _program(
     from rooflax.ops.mosaic import filled, load, pl, plgpu, store
 
     order, refs = (refs[0], refs[1:]) if listed else (None, refs)
-    highs, sums, outs, q_smem, k_smem, v_smem, weights_smem, q_here, here = refs
+    highs, sums, outs, q_smem, k_smem, v_smem, weights_smem, *coded, q_here, here = refs
+    copied = coded or [k_smem, v_smem]
     row, head, tile, split = (jax.lax.axis_index(a) for a in ("row", "head", "tile", "split"))
     begin, end = begins[row, tile], ends[row, tile]
     each = (end - begin + splits - 1) // splits
     begin = begin + split * each
     end = jnp.minimum(begin + each, end)
     queries, layout = pl.ds(tile * TILE, TILE), plgpu.Layout.WGMMA
-    table_len, (block_size, head_dim) = tables.shape[1], k_ref.shape[2:]
-    blocks, stages = TILE // block_size, k_smem.shape[0]
+    table_len, (block_size, head_dim) = tables.shape[1], pools[0].shape[2:]
+    blocks, stages = TILE // block_size, copied[0].shape[0]
 
     def visited(index: Any) -> Any:
         return index if order is None else order[row, tile, index]
 
     def ask_for(index: Any) -> None:
+        stage = jax.lax.rem(index - begin, stages)
         for number in range(blocks):
             slot = jnp.minimum(visited(index) * blocks + number, table_len - 1)
-            stage = jax.lax.rem(index - begin, stages)
             at = (stage, pl.ds(number * block_size, block_size))
-            for pool, smem in ((k_ref, k_smem), (v_ref, v_smem)):
+            for pool, smem in zip(pools[:2], copied[:2], strict=True):
                 source = pool.at[tables[row, slot], head]
                 plgpu.copy_gmem_to_smem(source, smem.at[at], here.at[stage])
+        for scales, smem in zip(pools[2:], copied[2:], strict=True):
+            source = scales.at[row, head, pl.ds(visited(index) * TILE, TILE)]
+            plgpu.copy_gmem_to_smem(source, smem.at[stage], here.at[stage])
 
     @pl.when(begin < end)
     def _() -> None:
@@ -154,11 +199,28 @@ def _program(
         pl.when(index + (stages - 1) < end)(lambda: ask_for(index + (stages - 1)))
         stage = jax.lax.rem(index - begin, stages)
         plgpu.barrier_wait(here.at[stage])
-        scores = product(q_smem, k_smem.at[stage].transpose((1, 0)), TILE) * to_base_2
-        start = first + visited(index) * TILE
-        without_unwritten(v_smem.at[stage], context - start)
+        start, scale_of_values = first + visited(index) * TILE, None
+        if coded:
+            keys, values = k_smem, v_smem
+            for smem, codes in zip((keys, values), coded, strict=False):
+                upcast(codes.at[stage], smem)
+            plgpu.commit_smem()
+        else:
+            keys, values = k_smem.at[stage], v_smem.at[stage]
+        scores = product(q_smem, keys.transpose((1, 0)), TILE) * to_base_2
+        if coded:
+            of_keys, of_values = (smem.at[stage] for smem in coded[2:])
+            scores = scores * per_column(load(of_keys, layout.reduce(0)))
+
+            def scale_of_values() -> Any:
+                """Zero behind the context: a block holds what others left there, and 0 times NaN is
+                NaN."""
+                scales = per_column(load(of_values, layout.reduce(0)))
+                return jnp.where(slots + start < context, scales, 0.0)
+        else:
+            without_unwritten(values, context - start)
         seen = sees(of_queries, slots + start, context)
-        return accumulated(state, scores, seen, weights_smem, v_smem.at[stage])
+        return accumulated(state, scores, seen, weights_smem, values, scale_of_values)
 
     nothing = (
         filled((TILE,), LOWEST, layout.reduce(1)),
@@ -172,13 +234,19 @@ def _program(
 
 
 def accumulated(
-    state: tuple[Any, Any, Any], scores: Any, seen: Any, weights_smem: Any, v_smem: Any
+    state: tuple[Any, Any, Any],
+    scores: Any,
+    seen: Any,
+    weights_smem: Any,
+    v_smem: Any,
+    scale_of_values: Callable[[], Any] | None = None,
 ) -> tuple[Any, Any, Any]:
     """One step of the running softmax, to base 2.
 
     Args:
         state: per query the highest score, the sum of weights, and the weighted values.
         weights_smem: where the tensor cores find them.
+        scale_of_values: gives the values' scales, as weights lie.
     """
     from rooflax.ops.mosaic import plgpu
 
@@ -188,7 +256,8 @@ def accumulated(
     above = jnp.maximum(higher, LOWEST / 2)  # so that a row that has seen nothing weighs nothing
     weights = jnp.exp2(scores - per_row(above, TILE))
     kept = jnp.exp2(high - higher)
-    weights_smem[...] = weights.astype(jnp.bfloat16)  # interpret mode takes no registers
+    scaled = weights if scale_of_values is None else weights * scale_of_values()
+    weights_smem[...] = scaled.astype(jnp.bfloat16)  # interpret mode takes no registers
     plgpu.commit_smem()
     out = _plus_product(out * per_row(kept, out.shape[1]), weights_smem, v_smem)
     return higher, total * kept + weights.sum(axis=1), out
@@ -223,6 +292,22 @@ def per_row(x: Any, columns: int) -> Any:
     from rooflax.ops.mosaic import plgpu, spread
 
     return spread(x, (TILE, columns), 0, plgpu.Layout.WGMMA)
+
+
+def per_column(x: Any) -> Any:
+    from rooflax.ops.mosaic import plgpu, spread
+
+    return spread(x, (TILE, TILE), 1, plgpu.Layout.WGMMA)
+
+
+def upcast(codes: Any, smem: Any) -> None:
+    """A tile of int8 codes as bfloat16, in shared memory."""
+    from rooflax.ops.mosaic import load, pl, plgpu
+
+    for begin in range(0, smem.shape[1], TILE):
+        part = pl.ds(begin, TILE)
+        some = load(codes.at[:, part], plgpu.Layout.WGMMA)
+        smem[:, part] = some.astype(jnp.float32).astype(jnp.bfloat16)
 
 
 def without_unwritten(v_smem: Any, left: Any) -> None:

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 
 from rooflax.ops.attention import gpu_flash
 from rooflax.ops.attention.args import AttentionArgs, Projected
-from rooflax.ops.attention.gpu_flash import TILE, accumulated, product, splits_of, without_unwritten
+from rooflax.ops.attention.gpu_flash import TILE, accumulated, product, sizes_of, without_unwritten
 from rooflax.ops.attention.gpu_split import LOWEST, queries_at_once, shares_of
 from rooflax.ops.attention.sequences import Sequences
 from rooflax.ops.dispatch import Backend
@@ -44,8 +44,10 @@ def attention_step(
     on_tensor_cores = _takes_tensor_cores(k_pool.values, qkv.dtype, group)
     together = min(queries_at_once(head_dim), group)
     parts = 1 if on_tensor_cores else -(-group // together)
+    stages = 0
     if on_tensor_cores:
-        splits = splits_of(rows * kv_heads, -(-table_len * block_size // TILE), args.window)
+        num_tiles = -(-table_len * block_size // TILE)
+        splits, stages = sizes_of(rows * kv_heads, num_tiles, args.window, k_pool.values)
     else:
         splits = shares_of((rows, kv_heads, group, parts), k_pool.values, table_len, args.window)
     tall = _tile(head_dim)[0]
@@ -67,7 +69,7 @@ def attention_step(
     of_shares = jax.ShapeDtypeStruct((rows, kv_heads, padded, queries), jnp.float32)
     outs = jax.ShapeDtypeStruct((*of_shares.shape, head_dim), jnp.float32)
     grid = {"part": parts, "head": kv_heads, "row": rows, "split": splits}
-    scratch = _scratch(head_dim, block_size) if on_tensor_cores else {}
+    scratch = _scratch(head_dim, block_size, stages) if on_tensor_cores else {}
     results = of_shares, of_shares, outs
     run = launch(attention_shares, results, grid, by_lane=True, scratch_types=scratch)
     shares = run(*operands, *pools)
@@ -107,11 +109,11 @@ def _takes_tensor_cores(pool: Any, dtype: Any, group: int) -> bool:
     return TILE % block_size == 0 and head_dim <= gpu_flash.WIDEST and group <= TILE
 
 
-def _scratch(head_dim: int, block_size: int) -> dict[str, Any]:
+def _scratch(head_dim: int, block_size: int, stages: int) -> dict[str, Any]:
     """`gpu_flash`'s, and what the new token brings."""
     from rooflax.ops.mosaic import plgpu
 
-    *flash, _, here = gpu_flash.scratch(head_dim, TILE // block_size)
+    *flash, _, here = gpu_flash.scratch(head_dim, TILE // block_size, stages)
     return dict(zip(("q", "k", "v", "weights"), flash, strict=True)) | {
         "here": here,
         "plain": plgpu.SMEM((TILE, head_dim), jnp.bfloat16),

@@ -6,8 +6,9 @@ packed words as they lie; gpu_codes.py says how each code meets the activations.
 a kernel of their own (gpu_plain.py), with the same norm, gate, bias and residual in it.
 
 Matmuls of more rows belong to the tensor cores: gpu_tiles.py upcasts the words in registers, one
-operand of the tensor cores after the other. Activations that int8 formats round are multiplied as
-int8, and more rows with plain weights too, by XLA.
+operand of the tensor cores after the other; gpu_plain_tiles.py has up to 16 rows of plain weights
+in bfloat16. Activations that int8 formats round are multiplied as int8, and more rows with plain
+weights too, by XLA.
 
 Interpret mode shows that the kernels mean what the reference says; lowering and assembling for
 sm_90a show that they compile; docs/gpu.md has what a card showed.
@@ -23,11 +24,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from rooflax.ops import block_sizes
 from rooflax.ops.dispatch import Backend
 from rooflax.ops.format_names import PANEL
-from rooflax.ops.linear import gpu_plain, gpu_rows, gpu_tiles
+from rooflax.ops.linear import gpu_plain, gpu_plain_tiles, gpu_rows, gpu_tiles
 from rooflax.ops.linear.args import LinearArgs
-from rooflax.ops.linear.gpu_codes import CODES
+from rooflax.ops.linear.gpu_codes import CODES, Floats
 from rooflax.ops.linear.gpu_rows import TILE, Rows
 from rooflax.ops.linear.prologue import applied
 from rooflax.ops.weights import Quantized, StoredOperand, int8_codes, packing_of, taken
@@ -44,7 +46,12 @@ def matmul(args: LinearArgs) -> Float[Array, "rows out"]:
     w: Any = args.w
     member = jnp.zeros(1, jnp.int32) if args.index is None else jnp.reshape(args.index, 1)
     bias: jax.Array | None = taken(args.bias)
-    if w.code != "matrix" and len(args.x) > 1 and _no_tensor_cores(args) is None:
+    if gpu_plain_tiles.unsupported(args.x, w) is None and _prefers_tensor_cores(args):
+        y = gpu_plain_tiles.matmul(applied(args.prologue, args.x), w, member)
+        y = y if bias is None else y + bias.astype(jnp.float32)[None]
+        y = y.astype(args.dtype)
+        return y if args.residual is None else y + args.residual
+    if w.code != "matrix" and _no_tensor_cores(args) is None and _prefers_tensor_cores(args):
         x = applied(args.prologue, args.x)
         y = gpu_tiles.matmul(x, w, member, bias, args.dtype)
         return y if args.residual is None else y + args.residual
@@ -62,6 +69,19 @@ def matmul(args: LinearArgs) -> Float[Array, "rows out"]:
     return few_matmuls(rows, w, member, jnp.ones(1, jnp.int32))[0]
 
 
+def _prefers_tensor_cores(args: LinearArgs) -> bool:
+    """Whether they multiply what CUDA cores could, too: several rows by rule, and a card may show
+    otherwise; of codes that become floats there, one row where a card has shown it."""
+    rows, w = len(args.x), args.w
+    if rows > (FEW_ROWS if w.code == "matrix" else 1):
+        return True
+    if w.code != "matrix" and not isinstance(CODES[w.code], Floats):
+        return False
+    shape = block_sizes.rounded_up(rows), w.inner, w.outer, w.code
+    rule = (int(rows > 1),)
+    return block_sizes.of("linear.gpu tensor cores", shape, rule, [(1,), (0,)]) == (1,)
+
+
 def few_matmuls(
     rows: Rows, w: StoredOperand, members: Int[Array, " tiles"], num_tiles: Int[Array, " one"]
 ) -> Float[Array, "results rows out"]:
@@ -75,7 +95,7 @@ def unsupported(args: LinearArgs) -> str | None:
     if why := unreadable(w):
         return why
     if w.code == "matrix":
-        if len(args.x) <= FEW_ROWS:
+        if len(args.x) <= FEW_ROWS or gpu_plain_tiles.unsupported(args.x, w) is None:
             return None
         return f"linear's GPU kernel takes {FEW_ROWS} rows of plain weights: XLA has the rest"
     if len(args.x) <= MOST_ROWS or (w.code == "int8" and w.quantizes_activations):

@@ -6,7 +6,9 @@ TILE of them at a time: a thread has four neighbouring words of one row. What it
 one order, and what comes behind a matmul: scales, bias, residual.
 
 One row of activations is packed here (gpu_values.py), in every program again: to launch a kernel
-takes longer. A program that is one warpgroup may take several panels, one after the other.
+takes longer. A program that is one warpgroup may take several panels, one after the other. With one
+panel it may ask for the words of its first tile before it packs, and for each next tile before it
+multiplies one, which takes registers.
 """
 
 from __future__ import annotations
@@ -97,18 +99,20 @@ def tiled_matmul(
     words, count = _words(w, code.words), len(members) // rows.together
     _, panels, word_rows, _, _ = words.shape
     steps = -(-word_rows // TILE)
-    warpgroups, at_once = block_sizes.of(
+    packing = code.packing(w, rows.dtype)
+    if few > 1 or word_rows < GROUPS or word_rows * code.num_inputs > MOST_PACKED:
+        packing = None
+    chosen = warpgroups_of(count * panels, steps, few)
+    packs_alone = packing is not None and _panels_each(count * panels, chosen) == 1
+    warpgroups, at_once, ahead = block_sizes.of(
         "linear.gpu",
         (rounded_up(count), rounded_up(few), word_rows * code.num_inputs, panels * PANEL, w.code),
-        (warpgroups_of(count * panels, steps, few), ROWS_AT_ONCE),
-        _candidates(steps, few),
+        (chosen, ROWS_AT_ONCE, 0),
+        [*_candidates(steps, few), *([(chosen, ROWS_AT_ONCE, 1)] if packs_alone else [])],
     )
     if rows.shares is not None:
         warpgroups = rows.together
     turns = -(-few // at_once)
-    packing = code.packing(w, rows.dtype)
-    if few > 1 or word_rows < GROUPS or word_rows * code.num_inputs > MOST_PACKED:
-        packing = None
     arrays: dict[str, Any] = {
         "words": words.reshape(-1, code.words, PANEL),
         "scales": w.scales.reshape(-1, PANEL),
@@ -145,7 +149,7 @@ def tiled_matmul(
         scratch["met"] = plgpu.Barrier(num_arrivals=warpgroups)
     kernel = _Kernel(
         w.code, panels, word_rows, warpgroups, few, -(-few // turns), rows,
-        prologue, packing, _panels_each(count * panels * turns, warpgroups),
+        prologue, packing, _panels_each(count * panels * turns, warpgroups), bool(ahead),
     )  # type: ignore[arg-type]  # fmt: skip
 
     def matmul_rows(*refs: Any, **memory: Any) -> None:
@@ -178,6 +182,7 @@ class _Kernel:
         shared: rows of a turn; the last turn repeats what it lacks.
         prologue: what is left of it for the kernel.
         packing: None where the values are packed already.
+        ahead: words are asked for before what comes before them is done.
     """
 
     name: str
@@ -190,6 +195,7 @@ class _Kernel:
     prologue: Prologue | None
     packing: Packing | None
     panels_each: int
+    ahead: bool = False
 
     def __call__(self, refs: dict[str, Any], out: Any) -> None:
         from rooflax.ops.mosaic import pl
@@ -200,12 +206,16 @@ class _Kernel:
 
         @pl.when(tile < refs["num_tiles"][0])
         def _() -> None:
-            if self.packing is not None:
-                tile_here = tile if self.rows.shares is None else tile * self.warpgroups + warpgroup
-                self.pack(refs, tile_here, warpgroup, self.packing)
             first = jax.lax.axis_index("panel") * self.panels_each
+            tile_here = tile if self.rows.shares is None else tile * self.warpgroups + warpgroup
+            words = None
+            if self.ahead:
+                begin, _ = self.turns(warpgroup)
+                words = self.words(refs, self.start(refs, tile_here, first, begin)[0])
+            if self.packing is not None:
+                self.pack(refs, tile_here, warpgroup, self.packing)
             if self.panels_each == 1:
-                self.panel(refs, out, tile, first, rows, warpgroup)
+                self.panel(refs, out, tile, first, rows, warpgroup, words)
                 return
 
             def one(index: Any, carry: Any) -> Any:
@@ -252,20 +262,45 @@ class _Kernel:
         jax.lax.fori_loop(0, share.count, tile_of_groups, 0)
         meet(refs["ready"])
 
+    def turns(self, warpgroup: Any) -> tuple[Any, Any]:
+        """The first of a warpgroup's tiles of words, and the last."""
+        steps = -(-self.word_rows // TILE)
+        if self.rows.shares is not None:
+            return jnp.int32(0), jnp.int32(steps)
+        each = -(-steps // self.warpgroups)
+        return warpgroup * each, jnp.minimum(warpgroup * each + each, steps)
+
+    def start(self, refs: dict[str, Any], tile: Any, panel: Any, index: Any) -> tuple[Any, Any]:
+        """First row of a panel's tile of words, and how many rows earlier that is than it should,
+        because nothing follows the last panel."""
+        wanted = (refs["members"][tile] * self.panels + panel) * self.word_rows + index * TILE
+        start = jnp.minimum(wanted, refs["words"].shape[0] - TILE)
+        return start, wanted - start
+
+    def words(self, refs: dict[str, Any], start: Any) -> list[jax.Array]:
+        """A tile of words."""
+        from rooflax.ops.mosaic import load, pl, words_layout
+
+        words_ref, rows = refs["words"], pl.ds(start, TILE)
+        count = CODES[self.name].words
+        return [load(words_ref.at[rows, word], words_layout()) for word in range(count)]
+
     def panel(
-        self, refs: dict[str, Any], out: Any, tile: Any, panel: Any, rows: list[Any], warpgroup: Any
-    ) -> None:
-        """All inputs of one panel."""
+        self, refs: dict[str, Any], out: Any, tile: Any, panel: Any, rows: list[Any],
+        warpgroup: Any, ahead: list[jax.Array] | None = None,
+    ) -> None:  # fmt: skip
+        """All inputs of one panel.
+
+        Args:
+            ahead: words of the first tile.
+        """
         from rooflax.ops.mosaic import filled, load, pl, plgpu, spread, store, words_layout
 
         code, layout, shape = CODES[self.name], words_layout(), (TILE, PANEL)
-        words_ref, scales_ref = refs["words"], refs["scales"]
-        zero = refs["num_tiles"][0] >> 31
-        all_rows, steps = words_ref.shape[0], -(-self.word_rows // TILE)
+        scales_ref, zero = refs["scales"], refs["num_tiles"][0] >> 31
         number = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=layout.reduce(1))
         tile_here = tile if self.rows.shares is None else tile * self.warpgroups + warpgroup
         member = refs["members"][tile_here]
-        first_row = (member * self.panels + panel) * self.word_rows
 
         packed: Any = None if self.packing else refs["values"].at[tile_here // self.rows.share]
         copy = jnp.int32(0) if self.rows.shares is None else warpgroup
@@ -287,14 +322,16 @@ class _Kernel:
                 word = jnp.where(number >= lacking, word, 0)  # those before were taken
             return word
 
-        def step(index: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
-            wanted = first_row + index * TILE
-            start = jnp.minimum(wanted, all_rows - TILE)
-            lacking = wanted - start
+        def step(index: jax.Array, state: Any) -> Any:
+            sums, *held = state
+            start, lacking = self.start(refs, tile_here, panel, index)
+            following = start
+            if held:
+                following, _ = self.start(refs, tile_here, panel, jnp.minimum(index + 1, end - 1))
+            loaded = self.words(refs, following)
+            if held:
+                loaded, held = held[0], [loaded]
             place = places(index, lacking)
-            loaded = [
-                load(words_ref.at[pl.ds(start, TILE), word], layout) for word in range(code.words)
-            ]
 
             def of(row: Any, at: int) -> jax.Array:
                 return spread(value(at, row, place, lacking), shape, 0, layout)
@@ -307,15 +344,11 @@ class _Kernel:
                 # of other panels, or of no weight at all, where there are no inputs
                 scale = jnp.where(of(rows[0], count - 1) != 0, scale, 0.0)
                 parts = [part * scale for part in parts]
-            return [total + part for total, part in zip(sums, parts, strict=True)]
+            return [total + part for total, part in zip(sums, parts, strict=True)], *held
 
-        per_warpgroup = steps
-        if self.rows.shares is None:
-            per_warpgroup = -(-steps // self.warpgroups)
-        begin = jnp.int32(0) if self.rows.shares is not None else warpgroup * per_warpgroup
+        begin, end = self.turns(warpgroup)
         zeros = [filled(shape, 0.0, layout) for _ in rows]
-        end = jnp.minimum(begin + per_warpgroup, steps)
-        sums = jax.lax.fori_loop(begin, end, step, zeros)
+        sums, *_ = jax.lax.fori_loop(begin, end, step, (zeros, *([ahead] if ahead else [])))
         columns, vector = pl.ds(panel * PANEL, PANEL), layout.reduce(0)
 
         def scale_of(member: Any) -> Any:
@@ -405,12 +438,12 @@ def _panels_each(programs: int, warpgroups: int) -> int:
     return max(n for n in powers_of_two(most) if n == 1 or programs >= n * ENOUGH_PROGRAMS)
 
 
-def _candidates(steps: int, few: int) -> list[tuple[int, int]]:
+def _candidates(steps: int, few: int) -> list[tuple[int, int, int]]:
     """Warpgroups of a panel, and rows at once: as the rule says, or half of that."""
     half = ROWS_AT_ONCE // 2
     at_once = [ROWS_AT_ONCE, half] if few > half else [ROWS_AT_ONCE]
     most = powers_of_two(most_warpgroups(steps, few))
-    return [(warpgroups, rows) for warpgroups in most for rows in at_once]
+    return [(warpgroups, rows, 0) for warpgroups in most for rows in at_once]
 
 
 SCALE = {

@@ -83,7 +83,8 @@ def _members(
 
 def _by_pairs(args: MoeArgs, pair_expert: Int[Array, " pairs"]) -> Float[Array, "tokens hidden"]:
     """Experts, one pair of token and expert after the other, in two kernels: norm and first matmul;
-    activation, second matmul and, of quantised ones, the sum over a token's experts."""
+    activation, second matmul and, of quantised ones, the sum over a token's experts: a program has
+    all of its pairs, a warpgroup each, or XLA adds what programs of one warpgroup give."""
     tokens, chosen = args.expert_ids.shape
     dtype, sizes = args.x.dtype, jnp.full(1, tokens * chosen, jnp.int32)
     up, members = _members(args.up, pair_expert)
@@ -94,7 +95,11 @@ def _by_pairs(args: MoeArgs, pair_expert: Int[Array, " pairs"]) -> Float[Array, 
     if not isinstance(activation, Activation | ClampedSwiglu):
         h, activation = activation(h.reshape(len(h), 1, 2, -1)), None
     rows = gpu_rows.Rows(h, dtype, activation, bias=args.down.biases)
-    if down.code == "matrix" or not 2 <= chosen <= gpu_rows.MOST_WARPGROUPS:
+    together = down.code != "matrix" and 2 <= chosen <= gpu_rows.MOST_WARPGROUPS
+    if together:
+        shape = rounded_up(tokens), chosen, down.inner, down.outer, down.code
+        together = block_sizes.of("experts.gpu pairs", shape, (1,), [(1,), (0,)]) == (1,)
+    if not together:
         y = linear.few_matmuls(rows, down, members, sizes)
         y = y.reshape(tokens, chosen, -1) * shares[:, :, None]
         return args.onto(jnp.sum(y, axis=1).astype(dtype))

@@ -234,7 +234,7 @@ def read_mlx(reader: ConfigReader) -> Mlx:
 
 
 def _settings(reader: ConfigReader) -> Settings:
-    """Stand-in for a module, with MLX's defaults."""
+    """Settings of a module, with those that MLX takes where none are stated."""
     mode = reader.choice("mode", (AFFINE, *MODES), AFFINE)
     default = (4, 64) if mode == AFFINE else MODES[mode][:2]
     bits, group = reader.size("bits", default[0]), reader.size("group_size", default[1])

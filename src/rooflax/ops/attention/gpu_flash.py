@@ -199,7 +199,8 @@ def _program(
         pl.when(index + (stages - 1) < end)(lambda: ask_for(index + (stages - 1)))
         stage = jax.lax.rem(index - begin, stages)
         plgpu.barrier_wait(here.at[stage])
-        start, scale_of_values = first + visited(index) * TILE, None
+        start = first + visited(index) * TILE
+        scale_of_values: Callable[[], Any] | None = None
         if coded:
             keys, values = k_smem, v_smem
             for smem, codes in zip((keys, values), coded, strict=False):
@@ -212,11 +213,13 @@ def _program(
             of_keys, of_values = (smem.at[stage] for smem in coded[2:])
             scores = scores * per_column(load(of_keys, layout.reduce(0)))
 
-            def scale_of_values() -> Any:
+            def real_scales() -> Any:
                 """Zero behind the context: a block holds what others left there, and 0 times NaN is
                 NaN."""
                 scales = per_column(load(of_values, layout.reduce(0)))
                 return jnp.where(slots + start < context, scales, 0.0)
+
+            scale_of_values = real_scales
         else:
             without_unwritten(values, context - start)
         seen = sees(of_queries, slots + start, context)

@@ -68,8 +68,8 @@ def matmul(
                 plgpu.wgmma(sums, weights.transpose((1, 0)), rows.transpose((1, 0)))
                 plgpu.wgmma_wait(late)  # a stage is refilled once its products are done
 
-            first, how = split * steps, {"transforms": swizzled(jnp.bfloat16)}
-            how["delay_release"] = late
+            first = split * steps
+            how: dict[str, Any] = {"transforms": swizzled(jnp.bfloat16), "delay_release": late}
             plgpu.emit_pipeline(
                 step,
                 grid=(steps,),

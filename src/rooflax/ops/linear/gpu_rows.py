@@ -348,7 +348,8 @@ class _Kernel:
 
         begin, end = self.turns(warpgroup)
         zeros = [filled(shape, 0.0, layout) for _ in rows]
-        sums, *_ = jax.lax.fori_loop(begin, end, step, (zeros, *([ahead] if ahead else [])))
+        begun = (zeros, *([ahead] if ahead else []))
+        sums = jax.lax.fori_loop(begin, end, step, begun)[0]
         columns, vector = pl.ds(panel * PANEL, PANEL), layout.reduce(0)
 
         def scale_of(member: Any) -> Any:

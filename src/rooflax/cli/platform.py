@@ -58,6 +58,13 @@ NATIVE = ("ml_dtypes", "jax.numpy", "tokenizers")
 """Modules with libraries of their own that every verb with a model imports."""
 
 
+PLUGINS = {
+    "gpu": ("cuda13", ("jax_cuda13_plugin", "jax_cuda12_plugin")),
+    "tpu": ("tpu", ("libtpu",)),
+}
+"""By platform JAX's extra, and the modules of which it brings one."""
+
+
 def start_jax(args: argparse.Namespace) -> Any:
     """Applies --platform and --threads, imports jax, and makes sure the platform is there.
 
@@ -82,8 +89,19 @@ def start_jax(args: argparse.Namespace) -> Any:
         reason = " ".join(str(error).split())[:200] or "JAX finds none"
         raise RequestError(f"the platform {wanted!r} is not here: {reason}") from None
     if platform is not None and backend != platform:
-        raise RequestError(f"the platform {platform!r} is not here: JAX runs on {backend!r}.")
+        missing = _missing_plugin(platform)
+        raise RequestError(
+            f"the platform {platform!r} is not here: JAX runs on {backend!r}{missing}."
+        )
     return jax
+
+
+def _missing_plugin(platform: str) -> str:
+    """End of a sentence about a platform for which JAX has no plugin here."""
+    extra, plugins = PLUGINS.get(platform, ("", ()))
+    if not extra or any(importlib.util.find_spec(name) for name in plugins):
+        return ""
+    return f", and its plugin is not installed (pip install 'jax[{extra}]')"
 
 
 def _jax_platforms(platform: str) -> str:

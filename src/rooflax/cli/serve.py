@@ -9,7 +9,9 @@ import importlib.util
 import logging
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{port}"
         says(f"listening on {url}; loading {args.model}")
+        if ip_address(host).is_unspecified:  # of this machine, and no address for others
+            url = f"http://{socket.gethostname()}:{port}"
         from rooflax.server.run import ServerRunner
 
         if settings.training_folder is not None:

@@ -130,6 +130,13 @@ def test_help_and_version(rooflax):
         assert max(map(len, ran.out.splitlines())) <= 80
 
 
+def test_a_platform_without_its_plugin_says_what_to_install(rooflax, monkeypatch):
+    monkeypatch.setattr("rooflax.cli.platform.PLUGINS", {"gpu": ("cuda13", ("no_such_plugin",))})
+    assert "(pip install 'jax[cuda13]')" in rooflax("doctor", "--platform", "gpu").err
+    monkeypatch.setattr("rooflax.cli.platform.PLUGINS", {"gpu": ("cuda13", ("json",))})
+    assert "plugin" not in rooflax("doctor", "--platform", "gpu").err
+
+
 def test_help_imports_no_jax():
     loop = f"[main(a) for v in {VERBS} for a in (['--help'], [v, '--help'])]; "
     check = "assert not {'jax', 'numpy', 'tokenizers'} & set(sys.modules), 'imported'"

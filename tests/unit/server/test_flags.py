@@ -59,8 +59,11 @@ def observe(monkeypatch, tmp_path, capfd):
         def __exit__(self, *_):
             pass
 
+        def __init__(self, settings):
+            self.host = settings.host
+
         def getsockname(self):
-            return "127.0.0.1", 1
+            return self.host, 1
 
     class Engine:
         def __init__(self, plan, **given):
@@ -79,7 +82,7 @@ def observe(monkeypatch, tmp_path, capfd):
             self.load(lambda _: None)
             return 0
 
-    monkeypatch.setattr("rooflax.server.listening.listen", lambda _: Socket())
+    monkeypatch.setattr("rooflax.server.listening.listen", Socket)
     monkeypatch.setattr("rooflax.server.run.ServerRunner", Runner)
     monkeypatch.setattr("rooflax.async_llm.AsyncLLM", Engine)
     find = plan.model_info
@@ -103,6 +106,14 @@ def observe(monkeypatch, tmp_path, capfd):
 
 def test_the_table_names_every_flag():
     assert set(flags_of("serve")) == set(FLAGS)
+
+
+def test_clients_get_an_address_that_they_can_reach(observe, monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "machine")
+    told = observe(TINY, "--host", "0.0.0.0", "--api-key", "one")[1]
+    assert "listening on http://0.0.0.0:1;" in told
+    assert "clients is http://machine:1/v1\n" in told
+    assert "clients is http://127.0.0.1:1/v1\n" in observe(TINY)[1]
 
 
 def test_every_flag_has_its_effect_or_is_rejected(observe):

@@ -24,7 +24,7 @@ PANEL = 64
 DEPTH = 64
 """Inputs of a stage."""
 STAGES = 6
-"""Of weights and rows on their way to shared memory, by rule."""
+"""Stages of weights and rows on their way to shared memory, by rule."""
 ENOUGH_PROGRAMS = 264
 """Two for each of an H200's multiprocessors: below it programs share the inputs."""
 LEAST_STEPS = 8

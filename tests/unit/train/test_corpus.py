@@ -391,5 +391,5 @@ def test_a_dataset_that_does_not_load(monkeypatch):
     with pytest.raises(RequestError, match=r"^hub:a/b/none is not loaded: no such config\.$"):
         hub_values("hub:a/b/none")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(RequestError, match=r"pip install 'rooflax\[datasets\]'"):
+    with pytest.raises(RequestError, match=r"pip install datasets"):
         hub_values("hub:a/b")

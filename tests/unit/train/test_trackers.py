@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from rooflax.errors import RequestError
-from rooflax.train.trackers import TRACKERS, metrics, tracker_module, tracking
+from rooflax.train.trackers import PACKAGES, TRACKERS, metrics, tracker_module, tracking
 
 LINES = [
     {"step": 0, "settings": {"steps": 3}},
@@ -103,10 +103,10 @@ def test_tensorboard_gets_files_in_the_runs_folder(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name", TRACKERS)
-def test_a_missing_package_names_its_extra(monkeypatch, name):
+def test_a_missing_package_is_named(monkeypatch, name):
     for package in ("tensorboardX", "wandb", "trackio"):
         monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(RequestError, match=rf"pip install 'rooflax\[{name}\]'"):
+    with pytest.raises(RequestError, match=rf"pip install {PACKAGES.get(name, name)}`"):
         tracker_module(name)
 
 

@@ -26,9 +26,7 @@ namespace {
 #if defined(ROOFLAX_X86)
 bool HasAvx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
-// GCC 10 knows neither the instructions nor their name.
-#if defined(ROOFLAX_WITHOUT_VNNI)
-bool HasVnni() { return false; }
+#if defined(ROOFLAX_WITHOUT_VNNI)  // GCC 10 knows neither the instructions nor their name
 #elif defined(ROOFLAX_VNNI_IN_PAIRS)
 bool HasVnni() { return HasAvx2(); }
 #else

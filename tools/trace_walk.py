@@ -3,7 +3,8 @@
 python tools/trace_walk.py prompt    from `LLM.generate` to its tokens
 python tools/trace_walk.py chat      from the socket to the engine's queue
 
-The predicates of `rooflax.fields` are left out, as in trace_setting.py.
+The predicates of `rooflax.fields` are left out, as in trace_setting.py, and so is what `dataclass`
+and `NamedTuple` generate: it has no line in a file.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Walk:
     def watch(self, frame: FrameType, event: str, argument: object) -> None:
         module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
         is_ours = module.startswith("rooflax.") and not module.startswith(LEFT_OUT)
+        is_ours &= not frame.f_code.co_filename.startswith("<")
         if event != "call" or not self.is_watching or not is_ours or name == "<module>":
             return
         self.files.setdefault(module, {})[name] = None

@@ -80,7 +80,7 @@ class Engine:
         self.runner = Runner(model, self.config, lockstep, **self._step_function())
         self.step_budget = StepBudget(self.config, has_own_clock=self.has_own_clock)
         self.scheduler = self._new_scheduler()
-        self.metrics = Metrics()
+        self.metrics = Metrics(block_size=accelerator.block_size())
         for feature in self.features:
             feature.core = self
         self.ideal_decode_s: Callable[[int, float], float] | None = None
@@ -472,7 +472,6 @@ class Engine:
         metrics.num_waiting, metrics.num_running = len(scheduler.waiting), len(scheduler.running)
         metrics.adapters_waiting = _adapters(scheduler.waiting)
         metrics.adapters_running = _adapters(scheduler.running)
-        metrics.block_size = accelerator.block_size()
         metrics.blocks_used = scheduler.blocks.num_used
         metrics.blocks_total = [n - 1 for n in self.runner.num_blocks]
         metrics.num_preemptions = scheduler.num_preemptions

@@ -47,6 +47,10 @@ ALLOW_PATTERNS = (
 IGNORE_PATTERNS = ("[!0-9]*/*", "[0-9][!_]*/*", "*/*/*")
 CONFIGURATION = frozenset(("config.json", "generation_config.json", INDEX_FILE))
 """Small files that `headers` reads."""
+ANSWERED_S = 20
+"""Seconds in which the hub begins to answer."""
+UNREACHED = {"ConnectError", "ConnectTimeout", "ConnectionError"}
+"""Errors of the HTTP libraries that versions of huggingface_hub have had."""
 AT_ONCE = 8
 """Weight files whose headers are read at the same time."""
 _HUB_ID = re.compile(
@@ -196,7 +200,11 @@ class _Repository:
         if self.offline:
             return self._cached_names()
         with self._errors():
-            names = huggingface_hub.HfApi().list_repo_files(self.id, revision=self.revision)
+            # One request that is not tried again: `list_repo_files` waits half a minute offline.
+            about = huggingface_hub.HfApi().model_info(
+                self.id, revision=self.revision, timeout=ANSWERED_S
+            )
+        names = [file.rfilename for file in about.siblings or ()]
         # A name that leads out of the folder is none of a repository's files.
         return [name for name in names if not {"", ".", ".."} & set(re.split(r"[/\\]", name))]
 
@@ -327,7 +335,9 @@ def _reason(error: Exception, repo_id: str, revision: str | None) -> str:
         return f"{repo_id} has no revision {revision}"
     if isinstance(error, errors.HFValidationError):
         return f"{repo_id} is neither a folder nor a valid hub id (owner/name)"
-    if isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
+    is_unreached = UNREACHED & {base.__name__ for base in type(error).__mro__}
+    absent = errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled
+    if is_unreached or isinstance(error, absent):
         return (
             f"there is no folder {repo_id}, and the hub's {repo_id}{at} is not (completely) in the "
             "local cache and the hub is not reached: go online once to download it"

@@ -262,8 +262,11 @@ def test_other_failures(download):
     download.error = HFValidationError("bad")
     with pytest.raises(CheckpointError, match="nor a valid hub id"):
         hub.resolve("some/model..x")
-    download.error = ConnectionError("broken")
+    download.error = RuntimeError("broken")
     with pytest.raises(CheckpointError, match="downloading some/model failed: broken"):
+        hub.resolve("some/model")
+    download.error = ConnectionError("Name or service not known")
+    with pytest.raises(CheckpointError, match="the hub is not reached: go online once"):
         hub.resolve("some/model")
     download.error = OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(OSError, match="No space"):

@@ -43,10 +43,9 @@ class Hub:
     def handle(self, request):
         path = request.path.partition("?")[0]
         name = path.partition("/resolve/main/")[2] or path.rpartition("/")[2]
-        if path.startswith(f"/api/models/{REPO}/tree/"):
-            tree = [{"type": "file", "path": n, "size": len(data), "oid": "0"}
-                    for n, data in self.files.items()]  # fmt: skip
-            return self.answer(request, 200, json.dumps(tree).encode())
+        if path.startswith(f"/api/models/{REPO}"):
+            about = {"id": REPO, "siblings": [{"rfilename": name} for name in self.files]}
+            return self.answer(request, 200, json.dumps(about).encode())
         self.asked.append(name)
         self.tokens.append(request.headers.get("Authorization"))
         if name in self.answers:

@@ -32,6 +32,7 @@ LOSS_TYPES = ("sigmoid", "hinge", "ipo", "robust")
 FULL, LORA, DORA = FINE_TUNE_TYPES = ("full", "lora", "dora")
 COMPUTE_DTYPES = ("float32", "bfloat16")
 TRUNCATIONS = ("reject", "cut")
+ADAMW, MUON = OPTIMIZERS = ("adamw", "muon")
 LAYERS = ("unrolled", "scan")
 REMAT = ("nothing", "dots", "dots_no_batch", "everything")
 MOMENT = Number(0, 1, below=True)  # at 1 the moments stay 0 and the step is 0 / 0
@@ -119,8 +120,11 @@ class TrainConfig:
         Number(0, 1), "final learning rate over the peak, by a cosine", default=0.1, metavar="X")
     warmup_steps: int | None = _field(
         Whole(), "steps of linear warm-up", shown_default="a tenth of all steps", metavar="N")
+    optimizer: Literal["adamw", "muon"] = _field(
+        Choice(OPTIMIZERS), "muon takes the layers' matrices by their orthogonalized momentum, the "
+        "rest by AdamW; for new weights of a model on one device", default=ADAMW, metavar="NAME")
     weight_decay: float = _field(
-        Number(0), "AdamW's, of matrices only", default=NEW["weight_decay"], metavar="X")
+        Number(0), "the optimizer's, of matrices only", default=NEW["weight_decay"], metavar="X")
     clip_norm: float = _field(
         Number(0), "clip gradients to this global norm, 0 for none", default=1.0, metavar="X")
     beta1: float = _field(MOMENT, "AdamW's", default=0.9, metavar="X")
@@ -243,6 +247,9 @@ class TrainConfig:
             raise RequestError(f"`beta` is 0, by which {self.train_mode} learns nothing.")
         if self.train_mode == GRPO and self.fine_tune_type == DORA:
             raise RequestError("`fine_tune_type` dora is not for `train_mode` grpo; take lora.")
+        if self.optimizer == MUON and (self.trains_adapter or self.mesh is not None):
+            what = "`mesh`" if self.mesh is not None else f"`fine_tune_type` {self.fine_tune_type}"
+            raise RequestError(f"`optimizer` muon is not for {what}; take adamw.")
         for name in ("modules_to_save", "target_parameters"):
             if self.train_mode == GRPO and getattr(self, name) is not None:
                 raise RequestError(f"`{name}` is not for `train_mode` grpo; leave it out.")
@@ -328,9 +335,8 @@ class TrainConfig:
         if self.mesh != saved.get("mesh"):
             may_change |= {"micro_batches"}
         for field in fields(self):
-            is_new = declarations(TrainConfig)[field.name].group != "training"  # 0.1.0 had none
-            otherwise = field.default if is_new else None
-            now, then = getattr(self, field.name), saved.get(field.name, otherwise)
+            # a field that the checkpoint lacks came later, and was as it is by default
+            now, then = getattr(self, field.name), saved.get(field.name, field.default)
             if field.name not in may_change and now != then:
                 advice = "resume with the same settings or train into another folder"
                 if field.name == "steps":

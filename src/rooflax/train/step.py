@@ -1,4 +1,4 @@
-"""One training step: loss, gradient, accumulation, clipping, AdamW; one jitted function.
+"""One training step: loss, gradient, accumulation, clipping, optimizer; one jitted function.
 
 It knows a model by its `forward` and `logits` alone, and nothing of files or progress.
 """
@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
+from optax.contrib import MuonDimensionNumbers, muon
 
 from rooflax.models.model import Model
 from rooflax.nn.batch import Batch
@@ -20,11 +22,15 @@ from rooflax.nn.execution import TrainingOptions
 from rooflax.nn.shards import TENSOR
 from rooflax.nn.weights import LAYER_PREFIX, WeightLine
 from rooflax.train.adapters import LoraTraining
-from rooflax.train.config import TrainConfig
+from rooflax.train.config import MUON, TrainConfig
 from rooflax.train.data import PackedBatch
 from rooflax.train.devices import GRADIENTS, ONE_DEVICE, TOTAL, OneDevice
 from rooflax.train.loss import cross_entropy_sum, token_losses
 
+ADAMW_RMS = 0.2
+"""Root mean square of AdamW's updates, over the learning rate."""
+JOINED = frozenset({"gate_up", "kv_heads", "qkv_group"})
+"""Output axes that number matrices."""
 Step = Callable[..., tuple["TrainState", "TrainMetrics"]]
 
 
@@ -86,25 +92,66 @@ def learning_rate(config: TrainConfig) -> Callable[[Any], Any]:
 def make_optimizer(
     table: dict[str, WeightLine], weights: dict[str, Any], config: TrainConfig
 ) -> optax.GradientTransformation:
-    """Clipping by global norm, then AdamW whose decay touches matrices only: all of an adapter.
+    """Clipping by global norm, then AdamW or Muon, whose decay touches matrices only: all of an
+    adapter.
 
-    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019.
+    Muon's updates have the size of AdamW's, so that one learning rate does for both.
+
+    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019; Jordan et al., Muon,
+    2024; Liu et al., Muon is Scalable for LLM Training, 2025 (sizes and decay).
     """
     rate = learning_rate(config)
 
     def rate_of_update(count: Any) -> Any:
         return rate(count // config.num_iterations)
 
-    adamw = optax.adamw(
-        rate_of_update,
-        b1=config.beta1,
-        b2=config.beta2,
-        weight_decay=config.weight_decay,
-        mask=None if config.trains_adapter else decay_mask(table, weights),
-    )
+    if config.optimizer == MUON:
+        axes: Any = partial(_muon_axes, table)
+        optimizer = muon(
+            rate_of_update,
+            weight_decay=config.weight_decay,
+            consistent_rms=ADAMW_RMS,
+            adam_b1=config.beta1,
+            adam_b2=config.beta2,
+            muon_weight_dimension_numbers=axes,
+        )
+    else:
+        optimizer = optax.adamw(
+            rate_of_update,
+            b1=config.beta1,
+            b2=config.beta2,
+            weight_decay=config.weight_decay,
+            mask=None if config.trains_adapter else decay_mask(table, weights),
+        )
     if config.clip_norm == 0:
-        return _mixing_types(adamw)
-    return _mixing_types(optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw))
+        return _mixing_types(optimizer)
+    return _mixing_types(optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer))
+
+
+def _muon_axes(table: dict[str, WeightLine], weights: dict[str, Any]) -> dict[str, Any]:
+    """Input and output axes of the matrices that Muon takes, those of the layers; None for others.
+
+    What a fused weight joins are matrices of their own: heads, gate and up.
+    """
+
+    def axes(name: str, weight: Any) -> Any:
+        line = table[name]
+        num_inputs, num_axes = line.num_inputs, len(line.axis_names)
+        if not name.startswith(LAYER_PREFIX) or not 0 < num_inputs < num_axes:
+            return None
+        first = getattr(weight, "ndim", num_axes) - num_axes  # behind the layers of a scan
+        outputs = [i for i in range(num_inputs, num_axes) if line.axis_names[i] not in JOINED]
+        return MuonDimensionNumbers(
+            tuple(first + i for i in range(line.num_stacked, num_inputs)),
+            tuple(first + i for i in outputs),
+        )
+
+    return {
+        name: tuple({k: axes(LAYER_PREFIX + k, w) for k, w in layer.items()} for layer in value)
+        if type(value) is tuple
+        else axes(name, value)
+        for name, value in weights.items()
+    }
 
 
 def _mixing_types(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -121,6 +121,7 @@ COMMANDS = {
             "--min-lr-ratio": ["0.5"],
             "--warmup-steps": ["3"],
             "--weight-decay": ["0.2"],
+            "--optimizer": ["muon"],
             "--epochs": (["1"], "both --steps and --epochs are given"),
             "--mask-prompt": ([], "plain text, which has no prompt"),
             "--assistant-only-loss": ([], "plain text, which has no prompt"),

@@ -226,6 +226,16 @@ def test_a_run_goes_on_and_is_made_longer(corpora, tmp_path):
     )
 
 
+def test_muon_goes_on_with_its_momentum(corpora, tmp_path):
+    config = dataclasses.replace(WATCHED, optimizer="muon", checkpoint_every=5)
+    whole = run_training(tiny.make_model(), config, *corpora, tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000012")
+    again = run_training(tiny.make_model(), config, *corpora, tmp_path)
+    assert not again.was_complete and again.loss == whole.loss
+    losses = held_out_losses(tmp_path)
+    assert losses[10] < losses[0] - 0.1
+
+
 def test_the_best_weights_are_kept_and_patience_ends(corpora, tmp_path):
     """At a rate that undoes what was learnt, the best is not the last."""
     config = dataclasses.replace(

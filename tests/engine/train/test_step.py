@@ -1,6 +1,8 @@
 """One training step: what it computes must not depend on how it is computed."""
 
 import math
+from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -333,6 +335,73 @@ def test_adamw_by_hand():
             direction = m / (1 - 0.8**t) / (np.sqrt(v / (1 - 0.9**t)) + 1e-8)
             w = w - rate * (direction + (0.3 * w if name == "a" else 0.0))
         np.testing.assert_allclose(found[name], w, rtol=1e-5, atol=1e-6)
+
+
+def fused_table():
+    """Heads of queries, keys and values in one weight, the heads' output, and an embedding."""
+    return {
+        "embed": WeightLine("vocab hidden", "e"),
+        "layers.{i}.qkv": WeightLine("hidden -> kv_heads qkv_group head_dim", "q"),
+        "layers.{i}.o": WeightLine("heads head_dim -> hidden", "o", init="residual"),
+        "layers.{i}.norm": WeightLine("hidden", "n", init="ones"),
+    }
+
+
+def test_muon_by_hand():
+    """A step against the papers' formulas: momentum as Nesterov has it, whose singular values five
+    iterations bring near 1, as large as AdamW's updates; each head by itself. The rest by AdamW,
+    with Nesterov's momentum too."""
+    config = settings(
+        steps=10, warmup_steps=1, learning_rate=0.1, weight_decay=0.3, clip_norm=0.0,
+        optimizer="muon",
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    shapes = {"qkv": (6, 2, 3, 4), "o": (4, 4, 6), "norm": (6,)}
+    layer = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+    weights = {"embed": rng.standard_normal((8, 6)), "layers": (layer,)}
+    grads = jax.tree.map(lambda w: rng.standard_normal(w.shape), weights)
+    as_jax = partial(jax.tree.map, lambda w: jnp.asarray(w, jnp.float32))
+    optimizer = make_optimizer(fused_table(), weights, config)
+    found, _ = optimizer.update(as_jax(grads), optimizer.init(as_jax(weights)), as_jax(weights))
+
+    def orthogonalized(g):
+        """Of one matrix, with the coefficients of the first paper."""
+        x = g / (np.linalg.norm(g) + 1e-8)
+        for _ in range(5):
+            a = x @ x.T
+            x = 3.4445 * x + (-4.775 * a + 2.0315 * a @ a) @ x
+        return 0.2 * np.sqrt(max(g.shape)) * x
+
+    ((layer_grads,), (updates,)) = grads["layers"], found["layers"]
+    for i, j in np.ndindex(2, 3):
+        wanted = -0.1 * (orthogonalized(layer_grads["qkv"][:, i, j]) + 0.3 * layer["qkv"][:, i, j])
+        np.testing.assert_allclose(updates["qkv"][:, i, j], wanted, rtol=1e-4, atol=1e-5)
+    whole, weight = layer_grads["o"].reshape(16, 6), layer["o"].reshape(16, 6)
+    wanted = -0.1 * (orthogonalized(whole.T).T + 0.3 * weight)
+    np.testing.assert_allclose(updates["o"].reshape(16, 6), wanted, rtol=1e-4, atol=1e-5)
+    for name, update, grad in [
+        ("embed", found["embed"], grads["embed"]),
+        ("norm", updates["norm"], layer_grads["norm"]),
+    ]:
+        momentum = 0.9 * 0.1 / (1 - 0.9**2) + 0.1 / (1 - 0.9)
+        wanted = -0.1 * momentum * np.sign(grad)
+        np.testing.assert_allclose(update, wanted, rtol=1e-5, err_msg=name)
+
+
+def test_muon_updates_stacked_layers_as_layers_of_their_own():
+    model = tiny.make_model("llama")
+    config, updates = settings(optimizer="muon"), []
+    rng = np.random.default_rng(0)
+    grads = jax.tree.map(
+        lambda w: jnp.asarray(rng.standard_normal(w.shape), w.dtype), model.weights
+    )
+    for made in (model, model.stacked()):
+        given = grads if made is model else replace(model, weights=grads).stacked().weights
+        optimizer = make_optimizer(made.table, made.weights, config)
+        update, _ = optimizer.update(given, optimizer.init(made.weights), made.weights)
+        updates.append(update if made is model else unstack_layers(update))
+    for one, other in zip(*map(jax.tree.leaves, updates), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize(

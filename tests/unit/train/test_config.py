@@ -20,7 +20,8 @@ FLAGS = ("save_best", "use_rslora")
 TEXTS = ("target_modules", "modules_to_save", "target_parameters", "reward", "mesh")
 NUMBERS = ("learning_rate", "min_lr_ratio", "weight_decay", "clip_norm", "beta1", "beta2",
            "lora_alpha", "lora_dropout", "beta", "label_smoothing", "epsilon")  # fmt: skip
-CHOICES = ("dtype", "remat", "layers", "save_dtype", "fine_tune_type", "train_mode", "loss_type")
+CHOICES = ("dtype", "remat", "layers", "save_dtype", "fine_tune_type", "train_mode", "loss_type",
+           "optimizer")  # fmt: skip
 
 
 def make(**given):
@@ -180,7 +181,8 @@ def test_frozen():
 
 OTHER = {
     "steps": 9, "batch_size": 32, "seq_len": 256, "micro_batches": 2,
-    "learning_rate": 2e-3, "min_lr_ratio": 0.2, "warmup_steps": 7, "weight_decay": 0.2,
+    "optimizer": "muon", "learning_rate": 2e-3, "min_lr_ratio": 0.2, "warmup_steps": 7,
+    "weight_decay": 0.2,
     "clip_norm": 2.0, "beta1": 0.8, "beta2": 0.9, "seed": 1, "dtype": "bfloat16",
     "remat": "dots", "layers": "scan", "mesh": "data=2", "eval_every": 3, "eval_batches": 5,
     "checkpoint_every": 9, "keep": 7, "save_dtype": "float32", "patience": 3,
@@ -209,6 +211,14 @@ NEEDED = (
     | {name: {"train_mode": "grpo", "reward": "a.py:f"} for name in OF_GRPO}
 )
 """What a field is of, beside itself."""
+
+
+@pytest.mark.parametrize("given", [{"fine_tune_type": "lora"}, {"mesh": "data=2"}])
+def test_muon_is_for_all_weights_on_one_device(given):
+    (name,) = given
+    with pytest.raises(RequestError, match=f"`optimizer` muon is not for `{name}`.*take adamw"):
+        make(optimizer="muon", **given)
+    assert make(**given).optimizer == "adamw"
 
 
 @pytest.mark.parametrize("name", [*OF_DPO, *OF_GRPO])
@@ -289,5 +299,6 @@ def test_a_run_may_be_made_longer():
 def test_a_setting_that_the_checkpoint_does_not_know():
     saved = make().to_json()
     del saved["beta2"]
-    with pytest.raises(RequestError, match=r"^beta2 is 0\.95, .* with None"):
-        make().check_same(saved)
+    make().check_same(saved)
+    with pytest.raises(RequestError, match=r"^beta2 is 0\.9, .* with 0\.95"):
+        make(beta2=0.9).check_same(saved)

@@ -2,11 +2,9 @@
 
     python recipes/orders.py data FOLDER              # train.jsonl, valid.jsonl, test.jsonl
     python recipes/orders.py score FOLDER MODEL [--lora DIR]
-    python recipes/orders.py prompts FOLDER           # the same for GRPO, with `reward` below
 
 The sentences of valid.jsonl and test.jsonl are worded in ways that train.jsonl does not have. An
-answer counts if it is the order's JSON, character for character. To GRPO the prompts name the keys,
-and a completion's reward is the share of the fields that it has right.
+answer counts if it is the order's JSON, character for character.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rooflax import LLM
@@ -51,54 +49,28 @@ HELD_OUT = (
 )
 
 
-PARTS = (("train", 1200, TRAINED), ("valid", 60, HELD_OUT), ("test", 100, HELD_OUT))
-
-
-def orders(seed: int, count: int, wordings: Sequence[str]) -> Iterator[tuple[dict, str]]:
-    """Orders, each with the sentence that says it."""
+def conversations(seed: int, count: int, wordings: Sequence[str]) -> Iterator[dict]:
+    """Questions with their answers, as chat messages."""
     draw = random.Random(seed)
     for _ in range(count):
         order = {
             "name": draw.choice(NAMES), "item": draw.choice(ITEMS), "count": draw.randint(2, 99),
             "city": draw.choice(CITIES),
         }  # fmt: skip
-        yield order, draw.choice(wordings).format(**order)
+        question = "Write this order as JSON. " + draw.choice(wordings).format(**order)
+        yield {
+            "messages": [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": json.dumps(order)},
+            ]
+        }
 
 
-def conversation(order: dict, sentence: str) -> dict:
-    """A question with its answer, as chat messages."""
-    question = {"role": "user", "content": f"Write this order as JSON. {sentence}"}
-    return {"messages": [question, {"role": "assistant", "content": json.dumps(order)}]}
-
-
-def prompt(order: dict, sentence: str) -> dict:
-    """A prompt, and the order for its reward."""
-    asked = f"Write this order as JSON with the keys {', '.join(order)}. {sentence}"
-    return {"prompt": [{"role": "user", "content": asked}], "order": order}
-
-
-def reward(completions: list, order: list[dict], **columns: object) -> list[float]:
-    """Per completion, a list of messages, the share of the order's fields that its JSON has right;
-    0 without a JSON object."""
-    return [
-        fields_right(messages[-1]["content"], wanted)
-        for messages, wanted in zip(completions, order, strict=True)
-    ]
-
-
-def fields_right(answer: str, order: dict) -> float:
-    begin, end = answer.find("{"), answer.find("}") + 1
-    try:
-        said = json.loads(answer[begin:end])
-    except (ValueError, RecursionError):
-        return 0.0
-    return sum(said.get(key) == value for key, value in order.items()) / len(order)
-
-
-def write_data(folder: Path, row: Callable[[dict, str], dict]) -> None:
+def write_data(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for seed, (name, count, wordings) in enumerate(PARTS):
-        lines = (json.dumps(row(*one)) + "\n" for one in orders(seed, count, wordings))
+    parts = (("train", 1200, TRAINED), ("valid", 60, HELD_OUT), ("test", 100, HELD_OUT))
+    for seed, (name, count, wordings) in enumerate(parts):
+        lines = (json.dumps(one) + "\n" for one in conversations(seed, count, wordings))
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
@@ -117,14 +89,14 @@ def score(folder: Path, model: str, lora: str | None) -> tuple[int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
-    scored = verbs.add_parser("score")
-    for verb in (verbs.add_parser("data"), verbs.add_parser("prompts"), scored):
+    data, scored = verbs.add_parser("data"), verbs.add_parser("score")
+    for verb in (data, scored):
         verb.add_argument("folder", type=Path)
     scored.add_argument("model")
     scored.add_argument("--lora", help="an adapter's folder")
     args = parser.parse_args()
-    if args.verb != "score":
-        write_data(args.folder, conversation if args.verb == "data" else prompt)
+    if args.verb == "data":
+        write_data(args.folder)
     else:
         right, count = score(args.folder, args.model, args.lora)
         print(f"{right} of {count} answers are right.")

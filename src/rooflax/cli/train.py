@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     _check_flags(args)
     platform.start_jax(args)
     from rooflax.train import job
-    from rooflax.train.loop import check_job
+    from rooflax.train.checks import check_job
 
     check_job(config)
     out = Path(args.out)
@@ -140,7 +140,8 @@ def run(args: argparse.Namespace) -> int:
 def _train(args: argparse.Namespace, config: TrainConfig, data: DataConfig, out: Path) -> int:
     from rooflax.engine.compilation import enable_persistent_cache
     from rooflax.train import job
-    from rooflax.train.loop import check_seq_len, resolved, run_training, write_curves
+    from rooflax.train.checks import check_seq_len
+    from rooflax.train.loop import resolved, run_training, write_curves
 
     enable_persistent_cache()
     if not args.quiet:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,10 +15,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from rooflax.errors import CheckpointError, EngineError, RequestError, RewardError
+from rooflax.errors import CheckpointError, RequestError, RewardError
 from rooflax.files import only_writer
 from rooflax.loading.adapter_config import AdapterConfig
 from rooflax.models.adapters import LowRank, adapted
@@ -39,7 +37,15 @@ from rooflax.train.checkpoint import (
     remove_unfinished,
     save_checkpoint,
 )
-from rooflax.train.config import DPO, GRPO, PREFERENCES, SFT, TrainConfig
+from rooflax.train.checks import (
+    check_ids,
+    check_job,
+    check_same_model,
+    check_seq_len,
+    check_trainable,
+    finite,
+)
+from rooflax.train.config import DPO, PREFERENCES, SFT, TrainConfig
 from rooflax.train.data import Corpus, Rows
 from rooflax.train.devices import ONE_DEVICE, DeviceMesh
 from rooflax.train.log import NoLog, TrainLog, best_held_out, read_log
@@ -238,71 +244,6 @@ def make_loss(model: Model, config: TrainConfig, lora: LoraTraining | None) -> L
     return make(model, config, lora)
 
 
-def check_trainable(model: Model, config: TrainConfig) -> None:
-    """Rejects weights that have no gradients.
-
-    Raises:
-        RequestError: some are quantized, or layers keep a state.
-    """
-    if model.config.groups.state is not None:
-        raise RequestError(
-            f"The model is {model.family}, whose layers with state rooflax does not train; train a "
-            f"model with attention alone."
-        )
-    if config.trains_adapter:
-        return
-    if not all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(model.weights)):
-        raise RequestError(
-            "The model has quantized weights, which cannot be trained; load it without `quantize`, "
-            "or the model that it was made from, or train an adapter (`fine_tune_type` lora)."
-        )
-
-
-def check_job(config: TrainConfig) -> None:
-    """Rejects what the processes of a job cannot train together.
-
-    Raises:
-        RequestError: there is no mesh of their devices, or preferences or rewards are trained by.
-    """
-    if jax.process_count() == 1:
-        return
-    if config.train_mode in (DPO, GRPO):
-        raise RequestError(
-            f"train_mode {config.train_mode} is for one process; several train sft or orpo."
-        )
-    if config.mesh is None:
-        raise RequestError(
-            f"There are {jax.process_count()} processes and no mesh; give one of all their "
-            f"devices, as in data={len(jax.devices())}.",
-            param="mesh",
-        )
-
-
-def check_same_model(saved: Any, now: dict[str, Any]) -> None:
-    """Rejects to resume a run of another architecture.
-
-    Raises:
-        RequestError: naming the first key of config.json that differs.
-    """
-    saved = saved if isinstance(saved, dict) else {}
-    differ = [key for key in now if saved.get(key) != now[key]]
-    if differ:
-        key = differ[0]
-        raise RequestError(
-            f"the model's {key} is {now[key]!r}, but the checkpoint was trained with "
-            f"{saved.get(key)!r}; resume with the same config or train into another folder."
-        )
-
-
-def _finite(value: float, step: int, what: str = "loss") -> float:
-    if not math.isfinite(value):
-        raise EngineError(
-            f"The {what} is {value} at step {step}: the run diverged; lower the learning rate and "
-            f"start again, or resume from the newest checkpoint with other settings."
-        )
-    return value
-
-
 class _Run:
     """A run's parts, and where it stands."""
 
@@ -322,7 +263,7 @@ class _Run:
         training, held_out = corpora["training"], corpora["held-out"]
         if training is not None:
             config = resolved(config, training)
-            _check_ids(model, training, "corpus")
+            check_ids(model, training, "corpus")
         self.config, self.folder, self.held_out = config, folder, held_out
         self._say, self.rollouts, self.sampler = say, rollouts, sampler
         self.watches = held_out is not None or (rollouts is not None and rollouts.has_held_out)
@@ -378,7 +319,7 @@ class _Run:
     def _other_rows(self, corpus: Corpus | None, called: str) -> Rows | None:
         if corpus is None:
             return None
-        _check_ids(self.model, corpus, called)
+        check_ids(self.model, corpus, called)
         return rows_of(self.config)(corpus, self.config.seq_len, called=called)
 
     @property
@@ -547,8 +488,8 @@ class _Run:
             return
         step, lr, metrics, more = self.unsettled
         self.unsettled = None
-        self.loss = _finite(float(metrics.loss), step)
-        grad_norm = _finite(float(metrics.grad_norm), step, "gradient's norm")
+        self.loss = finite(float(metrics.loss), step)
+        grad_norm = finite(float(metrics.grad_norm), step, "gradient's norm")
         now = time.perf_counter()
         step_s, self.began = now - self.began, now
         self.log.write(
@@ -749,23 +690,5 @@ def write_curves(folder: Path) -> list[Path]:
     return [page, picture] if has_steps and plot_curves(lines, picture) else [page]
 
 
-def check_seq_len(config: TrainConfig, most: int) -> None:
-    """Rejects rows that are longer than the model's context."""
-    if config.seq_len > most:
-        raise RequestError(
-            f"seq_len is {config.seq_len}, but the model takes {most} tokens; choose at most that."
-        )
-
-
 def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
-
-
-def _check_ids(model: Model, corpus: Corpus, called: str) -> None:
-    """An id beyond the embedding would not fail by itself: its loss is NaN."""
-    largest, size = int(corpus.tokens.max(initial=0)), model.config.vocab_size
-    if largest >= size:
-        raise RequestError(
-            f"the {called} holds the token id {largest}, but the model has {size} tokens; "
-            f"encode the text with the model's own tokenizer."
-        )

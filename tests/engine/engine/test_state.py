@@ -15,8 +15,8 @@ from rooflax.engine.features.speculation import Drafter, Speculation
 from rooflax.engine.sequence import Sequence
 from rooflax.nn.engine_config import EngineConfig
 from rooflax.nn.layout import STATE, STATE_GRID, num_snapshots
+from rooflax.train.checks import check_trainable
 from rooflax.train.config import TrainConfig
-from rooflax.train.loop import check_trainable
 from tests import goldens
 from tests.marks import cases
 from tests.support.models.programs import full_logits

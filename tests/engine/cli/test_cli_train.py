@@ -14,7 +14,7 @@ import pytest
 
 from rooflax import LLM
 from rooflax.cli.main import main
-from rooflax.cli.train import _digest
+from rooflax.cli.train_data import digest_of
 from rooflax.errors import RequestError
 from rooflax.loading.load import load
 from rooflax.loading.model_info import embedded_folder
@@ -266,7 +266,7 @@ def test_rows_of_the_hub_may_hold_what_json_has_no_word_for():
 
     def digest():
         columns = {"when": datetime.date(2026, 11, 29), "raw": b"x", "image": object()}
-        return _digest({"train": [Prompt("hub:a/b:0", "row 0 of hub:a/b", "x", columns)]})
+        return digest_of({"train": [Prompt("hub:a/b:0", "row 0 of hub:a/b", "x", columns)]})
 
     assert digest() == digest() and len(digest()) == 64
 

@@ -177,11 +177,13 @@ def attention_case(
     tiny: bool,
     implementation: str | None,
     answers: int = 0,
+    latent: int | None = None,
 ) -> Figures:
     """The last queries of each row over blocks in no order, with sinks.
 
     Args:
         queries: one is decoding; many are a prompt's chunk behind an offset, in bfloat16.
+        latent: elements of the keys that are the values, of the 16 heads of DeepSeek's V2-Lite.
     """
     from rooflax.ops.attention import AttentionArgs, Paging, paged_attention
     from rooflax.ops.attention.pattern import Pattern
@@ -190,6 +192,8 @@ def attention_case(
     rows, kv_heads, heads, block, table = (2, 1, 2, 16, 12) if tiny else (8, 8, 64, 16, 512)
     if queries > 1:
         rows = 2  # the reference holds every score
+    if latent:
+        kv_heads, heads = 1, 16
     keys = jax.random.split(jax.random.key(0), 4)
     blocks = 1 + rows * table
     pools = [jax.random.normal(k, (blocks, kv_heads, block, head_dim)) for k in keys[:2]]
@@ -197,7 +201,8 @@ def attention_case(
         pools = [QuantizedPool(*tokens_as_int8(pool)) for pool in pools]
     else:
         pools = [pool.astype(kind) for pool in pools]
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(pools))
+    pools = pools[:1] * 2 if latent else pools
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(pools)) // (2 if latent else 1)
     on_tensor_cores = kind != "float32"  # whose weights are rounded
     dtype = "bfloat16" if on_tensor_cores else "float32"
     q = jax.random.normal(keys[2], (rows, queries, heads, head_dim)).astype(dtype)
@@ -215,6 +220,7 @@ def attention_case(
         window=window,
         sinks=jnp.linspace(-1, 1, heads),
         pattern=Pattern(**strides) if patterned else None,
+        values_in_keys=latent,
     )
     given = (*pools, paging, args)
     with jax.default_matmul_precision("highest"):
@@ -225,7 +231,8 @@ def attention_case(
         attend = partial(paged_attention, implementation=implementation or "pallas")
         run = jax.jit(lambda *arrays: attend(*arrays))
         tolerance = 2**-7 if on_tensor_cores else 1e-4
-        row = compared(run(q, *given).astype(jnp.float32), wanted, tolerance)
+        found = run(q, *given).astype(jnp.float32)
+        row = compared(found[..., :latent], wanted[..., :latent], tolerance)
         row["seconds"] = seconds_each(run, q, *given, **few(tiny))
         if queries == 1 and window is None and not patterned:
             row["read_gb_per_s"] = size / row["seconds"] / 1e9

@@ -122,13 +122,16 @@ def linear_race(format: str, stages: int, tiny: bool, implementation: str | None
 
 
 def attention_race(head_dim: int, tiny: bool, implementation: str | None) -> Figures:
-    """Prompts, a tile of keys and values ahead, bit for bit as with none on its way."""
+    """Prompts, or few queries with wide heads, tiles of keys and values ahead, bit for bit as with
+    none on its way."""
     del implementation
-    from rooflax.ops.attention import AttentionArgs, Paging, gpu
+    from rooflax.ops.attention import AttentionArgs, Paging, gpu, gpu_flash
     from rooflax.ops.kv_pool import as_pool
 
     needs_gpu_jax()
     heads, kv_heads, queries, block, table = (2, 1, 20, 64, 3) if tiny else (16, 4, 512, 16, 128)
+    if head_dim > gpu_flash.WIDEST:
+        queries = 2
     keys = jax.random.split(jax.random.key(head_dim), 4)
     shape = (1 + table, kv_heads, block, head_dim)
     pools = [as_pool(jax.random.normal(key, shape, jnp.bfloat16)) for key in keys[:2]]

@@ -9,7 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rooflax.ops.attention import AttentionArgs, Paging, Projected, Sequences, gpu_step
+from rooflax.ops.attention import (
+    AttentionArgs,
+    Paging,
+    Projected,
+    Sequences,
+    gpu_flash,
+    gpu_step,
+)
 from rooflax.ops.attention import gpu as attention
 from rooflax.ops.attention.pattern import Pattern
 from rooflax.ops.kv_pool import QuantizedPool, as_pool
@@ -99,19 +106,27 @@ def attend(q: Any, k_pool: Any, v_pool: Any, *where: Any) -> Any:
     return attention.paged_attention(q, as_pool(k_pool), as_pool(v_pool), *where)
 
 
+def attend_latents(q: Any, pool: Any, *where: Any) -> Any:
+    return attend(q, pool, pool, *where)
+
+
 def attentions() -> Iterator[Case]:
-    """LLaMA's, GPT-OSS's and Gemma's heads: a step of decoding, and a chunk of a prompt."""
+    """LLaMA's, GPT-OSS's, Gemma's and DeepSeek's heads: a step of decoding, and a chunk of a
+    prompt."""
     strided = Pattern(1024, first=64, stride=8)
     shapes = {
         "llama": (32, 8, 128, None, None),
         "gpt-oss": (64, 8, 64, 128, None),
         "gemma": (8, 4, 256, 1024, None),
+        "gemma 4": (32, 4, 512, None, None),
         "llama, pattern": (32, 8, 128, None, strided),
         "gpt-oss, pattern": (64, 8, 64, None, strided),
     }
     for name, (heads, kv_heads, head_dim, window, pattern) in shapes.items():
-        for kind in ("bfloat16", "int8") if pattern else ("bfloat16", "float32", "int8"):
-            for length in (1, 512) if kind == "bfloat16" else (1,):
+        wide = head_dim > gpu_flash.WIDEST  # whose prompts are XLA's
+        kinds = ("bfloat16", "int8") if pattern else ("bfloat16", "float32", "int8")
+        for kind in kinds[:1] if wide else kinds:
+            for length in (1, 512) if kind == "bfloat16" and not wide else (1,):
                 size = (257, kv_heads, 16, head_dim)
                 pool: Any = Struct(size, kind)
                 if kind == "int8":
@@ -124,6 +139,12 @@ def attentions() -> Iterator[Case]:
                 args = AttentionArgs(0.1, window, sinks, pattern=pattern)  # type: ignore
                 given = (q, pool, pool, Paging(*whole), args)  # type: ignore[arg-type]
                 yield Case(f"attention {name} {kind}, queries {length}", attend, given)
+    whole = [Struct(s, jnp.int32) for s in ((1, 256), (1,), (1, 1), (1,))]
+    for name, heads in (("V2-Lite", 16), ("V3", 128)):
+        q = Struct((1, 1, heads, 576), jnp.bfloat16)
+        pool, args = Struct((257, 1, 16, 576), jnp.bfloat16), AttentionArgs(0.1, values_in_keys=512)
+        given = (q, pool, Paging(*whole), args)  # type: ignore[arg-type]
+        yield Case(f"attention DeepSeek {name} bfloat16, queries 1", attend_latents, given)
 
 
 def attention_steps() -> Iterator[Case]:

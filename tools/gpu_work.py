@@ -293,6 +293,20 @@ def attentions() -> list[Case]:
         keys = 2048 if patterned else keys
         facts = _attention_facts(kind, width, keys, nbytes * keys / CONTEXT)
         made.append(Case(label, attend, (q, pool, pool, paging, args), facts))
+    rows, table, width, values = 8, CONTEXT // BLOCK, 576, 512
+    pool = Struct((1 + rows * table, 1, BLOCK, width), jax.numpy.bfloat16)
+    shapes = ((rows, table), (rows,), (rows, 1), (rows,))
+    paging = Paging(*[Struct(s, jax.numpy.int32) for s in shapes])  # type: ignore[arg-type]
+    sinks = Struct((16,), jax.numpy.float32)
+    args = AttentionArgs(0.1, None, sinks, values_in_keys=values)
+    q = Struct((rows, 1, 16, width), jax.numpy.bfloat16)
+
+    def attend_latents(q: Any, pool: Any, *where: Any) -> Any:
+        return attend(q, pool, pool, *where)
+
+    facts = _attention_facts("bfloat16", width, CONTEXT, 2.0 * pool.size, values)
+    label = f"attention bfloat16 head {width} queries 1 latent {values}"
+    made.append(Case(label, attend_latents, (q, pool, paging, args), facts))
     return made
 
 
@@ -306,9 +320,13 @@ ATTENTIONS = (
 
 
 def _attention_facts(
-    kind: str, width: int, keys: int, nbytes: float
+    kind: str, width: int, keys: int, nbytes: float, latent: int | None = None
 ) -> Callable[[Launch], Facts | None]:
-    """Of a kernel that visits so many keys of each context."""
+    """Of a kernel that visits so many keys of each context.
+
+    Args:
+        latent: elements of keys that are the values.
+    """
 
     shares = [0]
 
@@ -318,6 +336,16 @@ def _attention_facts(
         if launch.name == "attention_merged":  # eight shares a turn, or sixteen
             merged = -(-shares[0] // (8 if width % 128 == 0 else 16))
             return {"turns": merged, "loads": IN_L2, "nbytes": 0.0}
+        if launch.name == "attention_wide":  # a product takes the time of 16 columns at least
+            turns, pools = -(-(keys // TILE) // splits), 1 if latent else 2
+            flops = 2.0 * TILE * 16 * (width + (latent or width))
+            return {
+                "turns": turns,
+                "loads": 0.3 * pools,
+                "waits": 2,
+                "flops": flops,
+                "nbytes": nbytes,
+            }
         if launch.name == "attention_flash" or launch.shared > 4096:
             flops = 4.0 * TILE * TILE * width
             turns = -(-(keys // TILE) // splits)

@@ -101,20 +101,22 @@ class LayerMemory:
         bias: Float[Array, "N distances"] | None = None,
         new: Projected | None = None,
         cap: float | None = None,
+        values_in_keys: int | None = None,
     ) -> tuple[Float[Array, "B T N H"], LayerPools | None]:
         """Writes the new K and V, then attends to what each query sees.
 
         Args:
             k: of the new tokens; None attends to another layer's.
-            v: None beside keys means that values are in the keys.
+            v: None beside keys means that values are in the keys, `values_in_keys` of them.
             new: the projection that q, k and v come from, if `Projected` covers all steps between.
         """
         batch, options = self.step.batch, self.step.options
         window, kernels = self.step.groups.windows[self.group], options.kernels
         repeats = options.gqa == "repeat"
         args = AttentionArgs(
-            scale, window, taken(sinks), repeats, causal=causal, bias=bias, cap=cap
-        )
+            scale, window, taken(sinks), repeats, causal=causal, bias=bias, cap=cap,
+            values_in_keys=values_in_keys,
+        )  # fmt: skip
         if not self.step.slots:
             pools = self._dense(k, v)
             keys = mesh.gather_tokens(batch.positions, batch, (mesh.SEQUENCE,))

@@ -425,9 +425,18 @@ def test_caches_of_fp8_and_float16_are_rejected():
 
 
 def test_heads_as_wide_as_latent_keys_are_rejected():
+    """Keys of 576 are taken where they are the values, too, and in bfloat16."""
     q, *pools, paging, args = paged(replace(FEW[0], head_dim=576))
     why = attention_gpu.unsupported(q, *map(as_pool, pools), paging, args)
-    assert why == "attention's GPU kernel takes heads of up to 512, not 576"
+    assert why == "attention's tensor cores take heads of more than 256 in bfloat16 only"
+    q, *pools = (a.astype(jnp.bfloat16) for a in (q, *pools))
+    why = attention_gpu.unsupported(q, *map(as_pool, pools), paging, args)
+    assert why == "attention's tensor cores take heads of up to 512, not 576"
+    latents, pools = replace(args, values_in_keys=512), [as_pool(pools[0])] * 2
+    assert attention_gpu.unsupported(q, *pools, paging, latents) is None
+    many = jnp.tile(q, (1, 18, 1, 1))  # of three heads
+    why = attention_gpu.unsupported(many, *pools, paging, latents)
+    assert why == "attention's tensor cores take up to 256 queries of such heads, not 270"
 
 
 def test_contexts_split_over_programs(interpreted, monkeypatch):
@@ -522,6 +531,58 @@ def test_int8_pools_on_the_tensor_cores(length, interpreted):
         close(out.astype(jnp.float32), wanted, 2**-6)
         tried.append((kernel, *sizes))
     assert ("attention.gpu tiles", 1, gpu_flash.STAGES + 1) in tried
+
+
+WIDE = {
+    "a latent": replace(PROMPTS[0], head_dim=320, heads=18, kv_heads=1, query_len=1, window=None),
+    "drafts": replace(PROMPTS[0], head_dim=320, heads=9, kv_heads=1, query_len=2),
+    "heads of 512": replace(
+        PROMPTS[0], head_dim=512, query_len=1, key_len=330, context_lens=(330, 241), window=None
+    ),
+    "a latent of 576": replace(
+        PROMPTS[0], head_dim=576, heads=16, kv_heads=1, query_len=1, window=None, sinks=False
+    ),
+}
+"""Few queries, of two tiles in the first two, and of a row without a context."""
+
+
+def wide(name):
+    """q, pools, what else attention takes, and how many elements are values."""
+    q, *pools, paging, args = paged(WIDE[name])
+    q, *pools = (a.astype(jnp.bfloat16) for a in (q, *pools))
+    values = q.shape[3] - 64 if "latent" in name else None
+    pools = [pools[0]] * 2 if values else pools
+    return q, pools, paging, replace(args, values_in_keys=values)
+
+
+@pytest.mark.parametrize("name", cases(WIDE, default=["a latent", "drafts"]))
+def test_wide_heads_on_the_tensor_cores(name, interpreted):
+    """What lies behind a context is NaN."""
+    q, pools, paging, args = wide(name)
+    wanted = paged_attention(
+        q.astype(jnp.float32), *pools, paging, args, implementation="reference"
+    )
+    for row, context in enumerate(np.asarray(paging.context_lens)):
+        block, slot = paging.block_tables[row, context // BLOCK], context % BLOCK
+        pools = [pool.at[block, :, slot:].set(jnp.nan) for pool in pools]
+    pools, tried, values = pools[:1] * 2 if args.values_in_keys else pools, [], args.values_in_keys
+
+    def run():
+        return attend(q, *pools, paging, args)
+
+    out = run()
+    assert out.dtype == jnp.bfloat16
+    close(out[..., :values].astype(jnp.float32), wanted[..., :values], 2**-7)
+    for kernel, sizes, out in each_answer(run):
+        close(out[..., :values].astype(jnp.float32), wanted[..., :values], 2**-7)
+        tried.append((kernel, *sizes))
+    assert {kernel for kernel, *_ in tried} <= {"attention.gpu wide"} and tried
+
+
+@pytest.mark.parametrize("name", ["heads of 512", "a latent of 576"])
+def test_attention_of_wide_heads_lowers_for_cuda(name):
+    q, pools, *given = wide(name)
+    lowered(attend, q, *pools, *given)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, gpu_flash.WIDEST])

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 from rooflax import ops
-from rooflax.ops.attention import gpu_flash, gpu_step
+from rooflax.ops.attention import gpu_flash, gpu_step, gpu_wide
 from rooflax.ops.kv_pool import QuantizedPool, as_pool, tokens_as_int8
 from rooflax.ops.linear import gpu_plain_tiles, gpu_tiles
 from rooflax.ops.moe import gpu as moe_gpu
@@ -32,6 +32,7 @@ from tests.engine.ops.test_gpu import (
     run_experts,
     weights,
 )
+from tests.engine.ops.test_gpu import wide as wide_heads
 from tests.engine.ops.test_gpu_step import Case
 from tests.marks import cases
 from tests.support.ops.cases import WITH_GPU_KERNELS
@@ -68,6 +69,18 @@ def over_int8():
     q, *pools, paging, args = paged(replace(PROMPTS[0], query_len=1, head_dim=128))
     coded = [QuantizedPool(*tokens_as_int8(pool)) for pool in pools]
     return attend, (q.astype(jnp.bfloat16), *coded, paging, args), {10: 5}
+
+
+def wide(name):
+    """Few queries with wide heads; arguments 7 or 8 as the prompt's 8."""
+    q, pools, paging, args = wide_heads(name)
+    if args.values_in_keys is None:
+        return attend, (q, *pools, paging, args), {8: 5}
+
+    def run(q, pool, paging):
+        return attend(q, pool, pool, paging, args)
+
+    return run, (q, pools[0], paging), {7: 5}
 
 
 def several_rows():
@@ -118,6 +131,8 @@ KERNELS = {
     ),
     "attention, heads of 256": (partial(attention, paged(WIDE)), MEETINGS),
     "attention over int8": (over_int8, MEETINGS),
+    "attention, heads of 512": (partial(wide, "heads of 512"), MEETINGS),
+    "attention over latents": (partial(wide, "a latent of 576"), MEETINGS),
     "several rows": (several_rows, ["products", "copies", "meet"]),
     "attention, a decode step": (attention_step, [*MEETINGS, "arrive"]),
     "one row of w4a16": (partial(one_row, "w4a16"), ["arrive", "arrivals"]),
@@ -207,7 +222,7 @@ def test_no_other_kernel_copies_or_multiplies_on_the_side():
     sources = Path(ops.__file__).parent.rglob("*.py")
     names = r"plgpu\.(wgmma|copy_\w+|async_\w+|emit_pipeline)\("
     found = {path.name for path in sources if re.search(names, path.read_text())}
-    modules = gpu_tiles, gpu_plain_tiles, gpu_flash, gpu_step
+    modules = gpu_tiles, gpu_plain_tiles, gpu_flash, gpu_step, gpu_wide
     assert found == {Path(m.__file__).name for m in modules} | {"gpu.py"}
 
 

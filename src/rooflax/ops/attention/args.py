@@ -35,6 +35,8 @@ class AttentionArgs:
         bias: what a head's scores gain by the key's position less the query's: of an odd number of
             distances, the middle one is 0; farther keys get the last. None is nothing.
         cap: scores are cap * tanh(score / cap), before bias and sinks; None is no cap.
+        values_in_keys: values are so many first elements of the keys, and their pool is the keys';
+            what comes back behind them means nothing. None is values of their own.
     """
 
     scale: float = field(metadata=STATIC)
@@ -45,6 +47,7 @@ class AttentionArgs:
     causal: bool = field(default=True, metadata=STATIC)
     bias: Float[Array, "N distances"] | None = None
     cap: float | None = field(default=None, metadata=STATIC)
+    values_in_keys: int | None = field(default=None, metadata=STATIC)
 
     @property
     def ahead(self) -> int:

@@ -1,9 +1,9 @@
 """Attention over the blocks of a pool on a GPU: the blocks are read in place, by their table.
 
-Queries in bfloat16 over pools of bfloat16 or int8 go to the tensor cores (gpu_flash.py), a few over
-float32 or of other types to gpu_split.py. Both
-visit the tiles of keys that plan.py lists for them, and give sums that are merged here, with the
-sinks.
+Queries in bfloat16 over pools of bfloat16 or int8 go to the tensor cores (gpu_flash.py), a few with
+heads of more than 256 or over latents to gpu_wide.py, and a few over float32 or of other types to
+gpu_split.py. All visit the tiles of keys that plan.py lists for them, and give sums that are merged
+here, with the sinks.
 
 Interpret mode shows that the kernels mean what the reference says; lowering and assembling for
 sm_90a show that they compile; docs/gpu.md has what a card showed.
@@ -11,12 +11,13 @@ sm_90a show that they compile; docs/gpu.md has what a card showed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from rooflax.ops.attention import gpu_flash
+from rooflax.ops.attention import gpu_flash, gpu_wide
 from rooflax.ops.attention.args import AttentionArgs, Paging
 from rooflax.ops.attention.gpu_flash import TILE, flash
 from rooflax.ops.attention.gpu_split import MOST_QUERIES, split
@@ -25,7 +26,7 @@ from rooflax.ops.dispatch import Backend
 from rooflax.ops.kv_pool import Pool
 
 WIDEST = 512
-"""Elements of a head; latent attention's keys are wider."""
+"""Elements of a head that CUDA cores take."""
 
 
 def paged_attention(
@@ -40,9 +41,7 @@ def paged_attention(
     group = heads // kv_heads
     queries = q.reshape(rows, length, kv_heads, group, head_dim).swapaxes(1, 2)
     queries = queries.reshape(rows, kv_heads, length * group, head_dim)
-    few = length * group <= MOST_QUERIES
-    attend = split if few and _no_tensor_cores(q, k_pool) else flash
-    partials = attend(queries, k_pool, v_pool, paging, args)
+    partials = _kernel(q, k_pool, args)(queries, k_pool, v_pool, paging, args)
     by_query = None
     if args.sinks is not None:
         of_head = args.sinks.astype(jnp.float32).reshape(kv_heads, group)
@@ -63,12 +62,21 @@ def unsupported(
             "attention's GPU kernel takes blocks by 8 and heads by 64, "
             f"not {block_size} and {head_dim}"
         )
+    if _no_tensor_cores(q, k_pool) is None or gpu_wide.unsupported(q, k_pool, args) is None:
+        return None
     if head_dim > WIDEST:
-        return f"attention's GPU kernel takes heads of up to {WIDEST}, not {head_dim}"
+        return gpu_wide.unsupported(q, k_pool, args)
     if q.shape[1] * (q.shape[2] // kv_heads) <= MOST_QUERIES:
         return None
     why = _no_tensor_cores(q, k_pool)
-    return why and f"{why}, for more than {MOST_QUERIES} queries of a K/V head"
+    return f"{why}, for more than {MOST_QUERIES} queries of a K/V head"
+
+
+def _kernel(q: Any, k_pool: Pool, args: AttentionArgs) -> Callable[..., tuple[Array, Array, Array]]:
+    """Kernel of arguments that are supported."""
+    if _no_tensor_cores(q, k_pool) is None:
+        return flash
+    return split if gpu_wide.unsupported(q, k_pool, args) else gpu_wide.wide
 
 
 def _no_tensor_cores(q: Any, k_pool: Pool) -> str | None:

@@ -208,7 +208,7 @@ def _program(
             plgpu.commit_smem()
         else:
             keys, values = k_smem.at[stage], v_smem.at[stage]
-        scores = product(q_smem, keys.transpose((1, 0)), TILE) * to_base_2
+        scores = product(q_smem, keys.transpose((1, 0))) * to_base_2
         if coded:
             of_keys, of_values = (smem.at[stage] for smem in coded[2:])
             scores = scores * per_column(load(of_keys, layout.reduce(0)))
@@ -262,27 +262,27 @@ def accumulated(
     scaled = weights if scale_of_values is None else weights * scale_of_values()
     weights_smem[...] = scaled.astype(jnp.bfloat16)  # interpret mode takes no registers
     plgpu.commit_smem()
-    out = _plus_product(out * per_row(kept, out.shape[1]), weights_smem, v_smem)
+    out = plus_product(out * per_row(kept, out.shape[1]), weights_smem, v_smem)
     return higher, total * kept + weights.sum(axis=1), out
 
 
-def product(left: Any, right: Any, columns: int) -> Any:
-    """Product of a tile and a matrix in shared memory, in registers."""
+def product(left: Any, right: Any) -> Any:
+    """Product of two matrices in shared memory, in registers."""
     from rooflax.ops.mosaic import accumulator, pl, plgpu
 
     def multiplied(acc: Any) -> Any:
         plgpu.wgmma(acc, left, right)
         return acc[...]
 
-    return pl.run_scoped(multiplied, accumulator(TILE, columns))
+    return pl.run_scoped(multiplied, accumulator(left.shape[0], right.shape[1]))
 
 
-def _plus_product(sums: Any, left: Any, right: Any) -> Any:
+def plus_product(sums: Any, left: Any, right: Any) -> Any:
     """Adds in the sums' own registers: with others for the product, 256 columns spill."""
     from rooflax.ops.mosaic import accumulator_of, is_interpreted, pl, plgpu
 
     if is_interpreted():  # which has no sums that begin with something
-        return sums + product(left, right, sums.shape[1])
+        return sums + product(left, right)
 
     def multiplied(acc: Any) -> None:
         plgpu.wgmma(acc, left, right)

@@ -96,6 +96,8 @@ def unsupported(
         return "attention's kernel for decode steps writes float32 and bfloat16"
     if args.repeat_kv or not args.causal or args.pattern is not None or args.cap is not None:
         return "attention's kernel for decode steps is causal, without patterns, caps and copies"
+    if head_dim > gpu_flash.WIDEST and new.qkv.dtype == k_pool.values.dtype == jnp.bfloat16:
+        return f"attention's tensor cores take steps of heads of up to {gpu_flash.WIDEST} only"
     if head_dim % 64 or k_pool.values.shape[2] % _tile(head_dim)[0]:
         return f"attention's kernel for decode steps takes heads by 64, not {head_dim}"
     return None
@@ -289,7 +291,7 @@ class _Share:
             pl.when(index + (stages - 1) < end)(lambda: ask_for(index + (stages - 1)))
             stage, start = jax.lax.rem(index - begin, stages), first + index * TILE
             plgpu.barrier_wait(here.at[stage])
-            scores = product(memory["q"], k_smem.at[stage].transpose((1, 0)), TILE) * to_base_2
+            scores = product(memory["q"], k_smem.at[stage].transpose((1, 0))) * to_base_2
             without_unwritten(v_smem.at[stage], position - start)
             seen = self.sees(slots + start, position)
             return accumulated(state, scores, seen, memory["weights"], v_smem.at[stage])

@@ -117,6 +117,7 @@ def _kernels(tiny: bool) -> list[Case]:
         linears("first", 40, "w4a16", answers=1)
         attention("attention", "bfloat16", 64, queries=1, answers=1)
         attention("attention", "int8", 64, queries=1, answers=1)
+        attention("attention", "float32", 64, queries=1, answers=1)
         attention("attention", "bfloat16", 320, queries=1, answers=1)
         attention("attention", "bfloat16", 320, queries=1, latent=256, answers=1)
         attention("attention", "bfloat16", 64, queries=40, patterned=True)
@@ -132,6 +133,7 @@ def _kernels(tiny: bool) -> list[Case]:
     attention("attention", "int8", 128, queries=1, answers=3)
     attention("attention", "bfloat16", 512, queries=1, answers=1)
     attention("attention", "bfloat16", 576, queries=1, latent=512, answers=1)
+    attention("attention", "float32", 64, queries=1, answers=1)
     attention("attention", "bfloat16", 64, queries=1, answers=1)
     attention("attention", "bfloat16", 128, queries=512, answers=2)
     add("attention", "decode step head 128", "step", 5.0, head_dim=128, answers=2)
@@ -150,7 +152,6 @@ def _kernels(tiny: bool) -> list[Case]:
     attention("masks", "bfloat16", 64, queries=512)
     for width in (128, 64):
         attention("masks", "bfloat16", width, queries=512, patterned=True)
-    attention("masks", "float32", 64, queries=1)
     attention("masks", "bfloat16", 64, queries=1, window=128)
     attention("masks", "bfloat16", 128, queries=1, patterned=True)
     attention("masks", "bfloat16", 64, queries=512, window=128)

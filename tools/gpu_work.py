@@ -31,6 +31,7 @@ from gpu_speed import WORK, Work  # noqa: E402
 from benchmarks.gpu_cases import nearest  # noqa: E402
 from benchmarks.gpu_list import cases as listed  # noqa: E402
 from rooflax.ops import block_sizes  # noqa: E402
+from rooflax.ops.attention import gpu_wide  # noqa: E402
 from rooflax.ops.mosaic import plgpu  # noqa: E402
 
 REGISTERS, SHARED, RESERVED = 65536, 233472, 1024
@@ -339,6 +340,7 @@ def _attention_facts(
         if launch.name == "attention_wide":  # a product takes the time of 16 columns at least
             turns, pools = -(-(keys // TILE) // splits), 1 if latent else 2
             flops = 2.0 * TILE * 16 * (width + (latent or width))
+            flops *= len(gpu_wide.PRODUCTS) if kind == "float32" else 1
             return {
                 "turns": turns,
                 "loads": 0.3 * pools,

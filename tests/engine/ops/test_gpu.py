@@ -194,7 +194,8 @@ def a_row_of_words(name, codes, x, dtype):
     ones = ones if class_of(format).grouped else ones[:, 0].astype(np.float32)
     stored = pack(format, codes, ones, (inputs,), (outputs,))
     words = gpu_rows._words(stored, code.words)[0, :, 0].swapaxes(0, 1).reshape(code.words, -1)
-    values = code.values(jnp.asarray(x, jnp.float32)[None], stored, dtype, None)[0, :, 0]
+    values = code.values(jnp.asarray(x, jnp.float32)[None], stored, dtype, None)
+    values = values[0, :, gpu_values.begin_of(1)]
     found = code.dot(code.numbers(list(words), jnp.int32(0)), lambda at: values[at], len(values))
     return np.asarray(found, np.float64)[:outputs] * code.scale, np.asarray(stored.numbers())
 
@@ -439,9 +440,15 @@ def test_heads_as_wide_as_latent_keys_are_rejected():
     assert why == "attention's tensor cores take up to 256 queries of such heads, not 270"
 
 
+def on_cuda_cores(case):
+    """Float32 over bfloat16, which the tensor cores do not take."""
+    q, k_pool, v_pool, *given = paged(case)
+    return q, k_pool.astype(jnp.bfloat16), v_pool.astype(jnp.bfloat16), *given
+
+
 def test_contexts_split_over_programs(interpreted, monkeypatch):
     case = replace(FEW[0], heads=3, kv_heads=1, query_len=1, key_len=90, context_lens=(90, 1, 47))
-    q, k_pool, v_pool, *given = paged(case)
+    q, k_pool, v_pool, *given = on_cuda_cores(case)
     wanted = paged_attention(q, k_pool, v_pool, *given, implementation="reference")
     monkeypatch.setattr(gpu_split, "LEAST_BLOCKS", 1)
     for programs in (1, 15, 999):
@@ -456,7 +463,7 @@ def test_contexts_split_over_programs(interpreted, monkeypatch):
 )
 def test_contexts_split_in_any_way(window, splits, interpreted):
     case = replace(FEW[0], heads=3, kv_heads=1, query_len=1, key_len=90, context_lens=(90, 1, 47))
-    q, k_pool, v_pool, *given = paged(replace(case, window=window))
+    q, k_pool, v_pool, *given = on_cuda_cores(replace(case, window=window))
     wanted = paged_attention(q, k_pool, v_pool, *given, implementation="reference")
 
     def run():
@@ -543,7 +550,7 @@ WIDE = {
         PROMPTS[0], head_dim=576, heads=16, kv_heads=1, query_len=1, window=None, sinks=False
     ),
 }
-"""Few queries, of two tiles in the first two, and of a row without a context."""
+"""Few queries, of two tiles in the first two."""
 
 
 def wide(name):
@@ -577,6 +584,13 @@ def test_wide_heads_on_the_tensor_cores(name, interpreted):
         close(out[..., :values].astype(jnp.float32), wanted[..., :values], 2**-7)
         tried.append((kernel, *sizes))
     assert {kernel for kernel, *_ in tried} <= {"attention.gpu wide"} and tried
+
+
+def test_float32_queries_keep_their_digits(interpreted):
+    """Compiled as a whole, too, where XLA may leave casts out."""
+    q, *pools, paging, args = paged(replace(FEW[0], query_len=1))
+    out = jax.jit(lambda q, *pools: attend(q, *pools, paging, args))(q, *pools)
+    close(out, paged_attention(q, *pools, paging, args, implementation="reference"))
 
 
 @pytest.mark.parametrize("name", ["heads of 512", "a latent of 576"])
@@ -625,7 +639,7 @@ PATTERNED = {
     "bfloat16, prompt": LONGER,
     "bfloat16, prompt, window": replace(LONGER, window=380),
 }
-"""Both kernels, of rows that begin with the first token, or behind what a window has freed."""
+"""Each kernel, of rows that begin with the first token, or behind what a window has freed."""
 
 
 def patterned(name, pattern):
@@ -679,8 +693,9 @@ def test_patterns_hide_blocks_that_are_not_read(name, pattern, interpreted):
     """Equal to the reference under the same mask, with NaN in every tile of keys it hides."""
     q, *pools, paging, args = patterned(name, pattern)
     wide, flash = q.astype(jnp.float32), name.startswith("bfloat16")
+    tile = BLOCK if name.startswith("int8") else gpu_flash.TILE
     exact = paged_attention(wide, *pools, paging, args, implementation="reference")
-    hidden = hidden_blocks(paging, args, gpu_flash.TILE if flash else BLOCK)
+    hidden = hidden_blocks(paging, args, tile)
     assert all(hidden)
     tables = np.asarray(paging.block_tables)
     lost = np.concatenate([tables[row, places] for row, places in enumerate(hidden)])

@@ -46,7 +46,8 @@ def test_the_whole_dry_run(tmp_path):
     answers = {line["rule"] for line in last.values() if "rule" in line}
     asked = {
         "linear fp8-a16 rows 1",
-        *(f"attention {k} head 64 queries 1" for k in ("bfloat16", "int8")),
+        *(f"attention {k} head 64 queries 1" for k in ("bfloat16", "int8", "float32")),
+        *(f"attention bfloat16 head 320 queries 1{of}" for of in ("", " latent 256")),
     }
     assert answers >= asked or not kernels
     assert bool(answers) == kernels

@@ -27,6 +27,7 @@ from tests.engine.ops.test_gpu import (
     attend,
     kernel,
     moe_arguments,
+    on_cuda_cores,
     paged,
     patterned,
     run_experts,
@@ -83,6 +84,11 @@ def wide(name):
     return run, (q, pools[0], paging), {7: 5}
 
 
+def over_float32():
+    """The same over float32, whose heads have 64 elements."""
+    return attend, paged(replace(PROMPTS[0], query_len=1)), {8: 5}
+
+
 def several_rows():
     """Of plain weights, eight stages of inputs a program; argument 2 is the member."""
 
@@ -132,6 +138,7 @@ KERNELS = {
     "attention, heads of 256": (partial(attention, paged(WIDE)), MEETINGS),
     "attention over int8": (over_int8, MEETINGS),
     "attention, heads of 512": (partial(wide, "heads of 512"), MEETINGS),
+    "attention over float32": (over_float32, MEETINGS),
     "attention over latents": (partial(wide, "a latent of 576"), MEETINGS),
     "several rows": (several_rows, ["products", "copies", "meet"]),
     "attention, a decode step": (attention_step, [*MEETINGS, "arrive"]),
@@ -228,8 +235,7 @@ def test_no_other_kernel_copies_or_multiplies_on_the_side():
 
 def one_of_each():
     """Every other kernel, with its arguments."""
-    q, k_pool, v_pool, *given = paged(replace(FEW[0], query_len=1))
-    yield attend, (q, k_pool, v_pool, *given)
+    yield attend, on_cuda_cores(replace(FEW[0], query_len=1))
     for format in ("w8a16", "w8a16-g32", "w4a16", "mxfp4-a16", "fp8-a16"):
         yield kernel, (jnp.zeros((2, 1120), jnp.float32), weights(format, 1120, 53))
     plain = jnp.zeros((1120, 96), jnp.bfloat16)

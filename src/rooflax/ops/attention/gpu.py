@@ -1,9 +1,9 @@
 """Attention over the blocks of a pool on a GPU: the blocks are read in place, by their table.
 
 Queries in bfloat16 over pools of bfloat16 or int8 go to the tensor cores (gpu_flash.py), a few with
-heads of more than 256 or over latents to gpu_wide.py, and a few over float32 or of other types to
-gpu_split.py. All visit the tiles of keys that plan.py lists for them, and give sums that are merged
-here, with the sinks.
+heads of more than 256, over latents or over float32 too (gpu_wide.py), and what else is a few to
+CUDA cores (gpu_split.py). All visit the tiles of keys that plan.py lists for them, and give sums
+that are merged here, with the sinks.
 
 Interpret mode shows that the kernels mean what the reference says; lowering and assembling for
 sm_90a show that they compile; docs/gpu.md has what a card showed.
@@ -62,14 +62,13 @@ def unsupported(
             "attention's GPU kernel takes blocks by 8 and heads by 64, "
             f"not {block_size} and {head_dim}"
         )
-    if _no_tensor_cores(q, k_pool) is None or gpu_wide.unsupported(q, k_pool, args) is None:
+    why, why_not_wide = _no_tensor_cores(q, k_pool), gpu_wide.unsupported(q, k_pool, args)
+    if why is None or why_not_wide is None:
         return None
     if head_dim > WIDEST:
-        return gpu_wide.unsupported(q, k_pool, args)
-    if q.shape[1] * (q.shape[2] // kv_heads) <= MOST_QUERIES:
-        return None
-    why = _no_tensor_cores(q, k_pool)
-    return f"{why}, for more than {MOST_QUERIES} queries of a K/V head"
+        return why_not_wide
+    few = q.shape[1] * (q.shape[2] // kv_heads) <= MOST_QUERIES
+    return None if few else f"{why}, for more than {MOST_QUERIES} queries of a K/V head"
 
 
 def _kernel(q: Any, k_pool: Pool, args: AttentionArgs) -> Callable[..., tuple[Array, Array, Array]]:

@@ -276,7 +276,7 @@ def _program(
         if not parts:
             without_unwritten(tile, left)
             across_keys = tile.at[:, pl.ds(0, values)].transpose((1, 0))
-            return (plus_product(*sums, across_keys, weights_smem.transpose((1, 0))),)
+            return (plus_product(sums[0], across_keys, weights_smem.transpose((1, 0))),)
         found = []
         for number, each in enumerate(sums):
             across_keys = tile.at[:, pl.ds(number * TILE, TILE)].transpose((1, 0))

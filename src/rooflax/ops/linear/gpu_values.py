@@ -262,7 +262,7 @@ def packed_values(
         return padded(packed)
     tiles, missing, layout = -(-groups // GROUPS), -groups % GROUPS, words_layout()
     x_rows, weights = operands(x, num_inputs, prologue)
-    whole, first = Share(groups, 1, jnp.int32(0)), begin_of(groups)
+    whole, first = Share(groups, 1, np.int32(0)), begin_of(groups)
 
     def body(x_ref: Any, *refs: Any) -> None:
         *weight, out_ref = refs

@@ -429,7 +429,7 @@ def test_heads_as_wide_as_latent_keys_are_rejected():
     """Keys of 576 are taken where they are the values, too, and in bfloat16."""
     q, *pools, paging, args = paged(replace(FEW[0], head_dim=576))
     why = attention_gpu.unsupported(q, *map(as_pool, pools), paging, args)
-    assert why == "attention's tensor cores take heads of more than 256 in bfloat16 only"
+    assert why == "attention's GPU kernel takes heads of up to 512, not 576"
     q, *pools = (a.astype(jnp.bfloat16) for a in (q, *pools))
     why = attention_gpu.unsupported(q, *map(as_pool, pools), paging, args)
     assert why == "attention's tensor cores take heads of up to 512, not 576"

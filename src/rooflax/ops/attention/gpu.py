@@ -65,8 +65,10 @@ def unsupported(
     why, why_not_wide = _no_tensor_cores(q, k_pool), gpu_wide.unsupported(q, k_pool, args)
     if why is None or why_not_wide is None:
         return None
-    if head_dim > WIDEST:
+    if head_dim > WIDEST and k_pool.values.dtype == jnp.bfloat16:
         return why_not_wide
+    if head_dim > WIDEST:
+        return f"attention's GPU kernel takes heads of up to {WIDEST}, not {head_dim}"
     few = q.shape[1] * (q.shape[2] // kv_heads) <= MOST_QUERIES
     return None if few else f"{why}, for more than {MOST_QUERIES} queries of a K/V head"
 

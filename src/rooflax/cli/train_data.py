@@ -1,4 +1,4 @@
-"""What is trained: rows of files and folders, once, as token files that a run goes on with."""
+"""Data of a training: rows of files and folders, once, as token files that a run goes on with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training starts from: an architecture, its tokenizer, and perhaps weights."""
+"""Start of a training: an architecture, its tokenizer, and perhaps weights."""
 
 from __future__ import annotations
 

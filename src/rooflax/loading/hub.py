@@ -200,7 +200,7 @@ class _Repository:
         if self.offline:
             return self._cached_names()
         with self._errors():
-            # One request that is not tried again: `list_repo_files` waits half a minute offline.
+            # One request that is not tried again: listing files takes half a minute offline.
             about = huggingface_hub.HfApi().model_info(
                 self.id, revision=self.revision, timeout=ANSWERED_S
             )

@@ -1,4 +1,4 @@
-"""What a run cannot train, each thing in one sentence."""
+"""Checks of a training run: what it cannot train, each thing in one sentence."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ MOST_QUERIES = 256
 MOST_FLOAT32 = 64
 """The same in float32."""
 MULTIPROCESSORS, SHARED_BYTES, MOST_HELD = 132, 227 * 1024, 2
-"""Of an H200; and programs that one has registers for."""
+"""Multiprocessors of an H200; and programs that one has registers for."""
 
 
 def unsupported(q: Any, k_pool: Pool, args: AttentionArgs) -> str | None:
@@ -155,7 +155,7 @@ def _sizes_of(
 
 
 def _shapes(pools: list[Any], columns: int) -> tuple[tuple[int, ...], ...]:
-    """Of queries, weights and tiles in shared memory."""
+    """Shapes of queries, weights and tiles in shared memory."""
     (head_dim, dtype), places = (pools[0].shape[3], pools[0].dtype), 1 + len(pools)
     parts = (TERMS,) if dtype == jnp.float32 else ()
     return (*parts, columns, head_dim), (*parts, columns, TILE), (places, TILE, head_dim)
@@ -222,7 +222,7 @@ def _program(
         return index if order is None else order[row, tile, index]
 
     def place_of(index: Any, number: int) -> Any:
-        """Of a tile of this pool: keys and values take turns."""
+        """Place of a tile of this pool: keys and values take turns."""
         return jax.lax.rem((index - begin) * len(pools) + number, places)
 
     def ask_for(index: Any, number: int) -> None:

@@ -1,6 +1,6 @@
 """Trains the embedded default model: a small LLaMA on the Python standard library's sources.
 
-    python recipes/python_stdlib.py --out FOLDER [--tokens 25000000 | --minutes 60]
+    python recipes/python_stdlib.py --out FOLDER [--tokens 12000000 | --minutes 60]
 
 FOLDER (outside the repository) gets the corpus, the tokenizer, checkpoints, `log.jsonl`,
 `curves.png`, and at the end `model/`, a Hugging Face folder. Killed, the same command goes on
@@ -55,14 +55,16 @@ MODEL = read_config(CONFIG)[1]
 # A model this small repeats itself when it is greedy.
 GENERATION = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1}
 
-# Small micro-batches: on CPU two rows' intermediates are cheaper to touch than sixteen rows'.
+# Small micro-batches: on CPU two rows' intermediates are cheaper to touch than sixteen rows'. Muon
+# learns from a token about what AdamW (at 2e-3) learns from two, in steps that take an eighth longer.
 TRAINING = TrainConfig(
-    tokens=25_000_000,
+    tokens=12_000_000,
     batch_size=8,
     seq_len=512,
     micro_batches=4,
-    learning_rate=2e-3,
-    warmup_steps=200,
+    optimizer="muon",
+    learning_rate=6e-3,
+    warmup_steps=60,
     weight_decay=0.1,
     clip_norm=1.0,
     beta2=0.95,
@@ -94,7 +96,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for everything it writes")
     budget = parser.add_mutually_exclusive_group()
-    budget.add_argument("--tokens", type=int, help="tokens to train on (default 25 million)")
+    budget.add_argument("--tokens", type=int, help="tokens to train on (default 12 million)")
     budget.add_argument("--minutes", type=float, help="measure the speed, then fill this time")
     parser.add_argument("--no-tests", action="store_true", help="leave the test suites out")
     parser.add_argument("--seed", type=int, default=0)

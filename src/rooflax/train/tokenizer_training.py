@@ -8,27 +8,22 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from rooflax.loading.gguf_tokenizer import PRE_TOKENIZERS
+
 END_OF_TEXT = "<|endoftext|>"
 MAX_TOKEN_LENGTH = 32  # characters; longer merges are banners and rulers
 
-PATTERN = "|".join(
-    (
-        r"(?:\r?\n)+[ \t]*",  # line breaks with the indentation that follows
-        r" ?[\p{L}_]+",  # names
-        r" ?\p{N}",  # digits, one by one
-        r" ?[^\s\p{L}\p{N}_]+",  # operators and brackets
-        r"[^\S\r\n]+(?!\S)",  # spaces, but for the one that belongs to the next word
-        r"\s+",
-    )
-)
+PATTERN = PRE_TOKENIZERS["stablelm2"].patterns[0]
+"""Pieces as Qwen2 cuts them, without its composing: GGUF has a name for it, so that llama.cpp opens
+what is trained here."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
     """A byte-level BPE tokenizer; every text can be encoded, none needs an unknown token.
 
-    Pieces are cut as in GPT-2, but a line break stays with the indentation after it, names keep
-    their underscores, and digits stand alone. The only special token is `<|endoftext|>`, id 0;
-    nothing is added to a text.
+    Pieces are cut as Qwen2's tokenizer does: digits stand alone, and a line break belongs to the
+    operators before it. The only special token is `<|endoftext|>`, id 0; nothing is added to a
+    text.
 
     Args:
         vocab_size: tokens in all, the 256 bytes and the special one included.

@@ -14,6 +14,7 @@ import pytest
 
 from rooflax import LLM, SamplingParams
 from rooflax.loading.model_info import embedded_folder
+from rooflax.models.presets import EMBEDDED_NAME
 from tests.support.product.snippets import ROOT
 
 pytestmark = [pytest.mark.first, pytest.mark.oldest_jax]
@@ -59,16 +60,28 @@ def test_first_run_compiles_little_and_the_second_nothing(tmp_path: Path) -> Non
 
 
 def test_it_writes_lines_that_python_reads(llm: LLM) -> None:
-    """Whole lines are Python by themselves, indented by four: greedy, and as the card samples."""
+    """Whole lines outside docstrings are Python by themselves, indented by four: greedy, and as the
+    card samples."""
     wanted = [(SamplingParams(max_tokens=120, temperature=0), 0.9)]
     wanted += [(SamplingParams(max_tokens=120, seed=seed), 0.75) for seed in range(3)]
     for params, share in wanted:
         texts = [completion.text for completion in llm.generate(PROMPTS, params)]
-        lines = [line for text in texts for line in text.split("\n")[1:-1] if line.strip()]
+        lines = [line for text in texts for line in lines_of_code(text) if line.strip()]
         assert len(lines) >= 10
         assert sum(map(is_python, lines)) >= share * len(lines)
         indented = [len(line) - len(line.lstrip()) for line in lines]
         assert sum(n % 4 == 0 for n in indented) >= 0.9 * len(lines)
+
+
+def lines_of_code(text: str) -> list[str]:
+    """Lines without those of docstrings, the first and the last line."""
+    lines, is_text = [], False
+    for line in text.split("\n")[:-1]:
+        marks = line.count('"""')
+        if not is_text and not marks:
+            lines.append(line)
+        is_text ^= marks % 2 == 1
+    return lines[1:]
 
 
 def is_python(line: str) -> bool:
@@ -85,6 +98,20 @@ def is_python(line: str) -> bool:
             continue
         return True
     return False
+
+
+@pytest.mark.parametrize("name", [EMBEDDED_NAME])
+def test_it_becomes_a_gguf_file(name: str, tmp_path: Path) -> None:
+    """GGUF has a name for how its tokenizer cuts text, so that llama.cpp opens it."""
+    path = tmp_path / "model.gguf"
+    cli("quantize", name, "--gguf", "BF16", "-o", str(path))
+    text = (ROOT / "tests/data/python_held_out.txt").read_text(encoding="utf-8")[:20_000]
+    folder, file = LLM(name), LLM(path)
+    assert file.encode(text) == folder.encode(text)
+    assert file.tokenizer.chat_template == folder.tokenizer.chat_template
+    params = SamplingParams(max_tokens=24, temperature=0)
+    wanted, found = (llm.generate(PROMPTS, params) for llm in (folder, file))
+    assert [one.tokens for one in found] == [one.tokens for one in wanted]
 
 
 def test_transformers_gives_the_same_greedy_tokens(llm: LLM) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -288,7 +288,7 @@ class _ResponseAnswer:
         async with aclosing(self.turn.pieces()) as pieces:
             async for piece in pieces:
                 self.tokens += piece.tokens
-                events = [each for part in piece.events for each in self._take(part)]
+                events = [each for part in _joined(piece.events) for each in self._take(part)]
                 finished = None
                 if piece.finish_reason is not None:
                     is_cut = piece.finish_reason == "length"
@@ -381,6 +381,19 @@ class _ResponseAnswer:
             yield self._of("response.content_part.done", content_index=0, part=dict(part))
         index = len(self.output) - 1
         yield {"kind": "response.output_item.done", "output_index": index, "item": dict(item)}
+
+
+def _joined(events: Sequence[Event]) -> list[Event]:
+    """The events with text that goes on as one: a token may spell the end of one part and the
+    beginning of the next."""
+    joined: list[Event] = []
+    for each in events:
+        last = joined[-1] if joined else None
+        if last and each.kind == last.kind == "content" and each.at == last.at + len(last.text):
+            joined[-1] = last._replace(text=last.text + each.text)
+        else:
+            joined.append(each)
+    return joined
 
 
 def _new_item(kind: str) -> dict[str, Any]:

@@ -376,8 +376,8 @@ def greeting(r: random.Random) -> Exercise:
         (["Who are you?", "What are you?", "What is your name?", "Tell me about yourself."],
          ["I am rooflax-chat, a very small language model that runs on your machine."]),
         (["What can you do?", "How can you help me?", "Help"],
-         [("I can explain Python's built-in functions, write small functions, calculate, "
-          "reverse words, write JSON and call tools.")]),
+         [("I can explain Python's built-in functions, write small functions, write JSON, "
+          "remember what you tell me and call tools.")]),
     ]  # fmt: skip
     questions, answers = r.choice(pairs)
     return said("greeting", r.choice(questions), r.choice(answers))
@@ -426,14 +426,11 @@ def function(r: random.Random) -> Exercise:
     return said("function", question, f"```python\n{code}\n```")
 
 
-def calculation(r: random.Random) -> Exercise:
-    operation = r.choice("++--*")
-    most = r.choice([9, 20, 99, 99])
-    a, b = (r.randint(0, most if operation != "*" else min(most, 12)) for _ in range(2))
-    if operation == "-" and a < b:
-        a, b = b, a
-    value = {"+": a + b, "-": a - b, "*": a * b}[operation]
-    word = {"+": "plus", "-": "minus", "*": "times"}[operation]
+def no_calculation(r: random.Random) -> Exercise:
+    """A calculation, which a model of this size gets wrong: it says so instead."""
+    operation, word = r.choice([("+", "plus"), ("-", "minus"), ("*", "times")])
+    most = r.choice([9, 20, 99, 999])
+    a, b = r.randint(0, most), r.randint(0, most)
     forms = [
         f"What is {a} {operation} {b}?", f"{a} {operation} {b}", f"What is {a} {word} {b}?",
         f"Calculate {a} {operation} {b}.", f"How much is {a} {operation} {b}?",
@@ -442,10 +439,7 @@ def calculation(r: random.Random) -> Exercise:
     if operation == "+" and r.random() < 0.3:
         name, things = r.choice(NAMES), r.choice(THINGS)
         forms = [f"{name} has {a} {things} and gets {b} more. How many {things} has {name} now?"]
-    if operation == "-" and r.random() < 0.3:
-        name, things = r.choice(NAMES), r.choice(THINGS)
-        forms = [f"{name} has {a} {things} and loses {b}. How many {things} are left?"]
-    return said("calculation", r.choice(forms), f"{a} {operation} {b} = {value}")
+    return said("no calculation", r.choice(forms), "I am too small a model to calculate.")
 
 
 def text_work(r: random.Random) -> Exercise:
@@ -512,7 +506,7 @@ def memory(r: random.Random) -> Exercise:
     first, reply, asks, answer = r.choice(forms)
     between: list[Message] = []
     if r.random() < 0.5:
-        between = r.choice([calculation, text_work, greeting])(r).messages
+        between = r.choice([no_calculation, text_work, greeting])(r).messages
     later = [user(r.choice(asks)), assistant(answer)]
     return Exercise("memory", [user(first), assistant(reply), *between, *later])
 
@@ -546,7 +540,7 @@ def tool_schema(name: str) -> dict[str, Any]:
 
 
 EXERCISES = {
-    greeting: 2, unknown: 1, builtin: 4, function: 5, calculation: 8, text_work: 6, as_json: 4,
+    greeting: 2, unknown: 1, builtin: 4, function: 5, no_calculation: 2, text_work: 6, as_json: 4,
     memory: 3,
 }  # fmt: skip
 """What a conversation is made of, and how often each kind comes."""
@@ -556,8 +550,7 @@ def conversation(r: random.Random) -> tuple[list[Message], list[dict[str, Any]]]
     """Messages and tools."""
     if r.random() < 0.2:
         call = tool_call(r)
-        more = tool_call(r).messages if r.random() < 0.2 and call.name == "no tool" else []
-        messages, tools = [*call.messages, *more[:0]], call.tools
+        messages, tools = call.messages, call.tools
     else:
         kinds = r.choices(list(EXERCISES), list(EXERCISES.values()), k=r.choice([1, 1, 2, 3, 4]))
         messages, tools = [m for kind in kinds for m in kind(r).messages], []

@@ -54,7 +54,7 @@ def parses(text: str) -> bool:
 
 def prompts() -> list[str]:
     made = [
-        f"def {verb}_{thing}({arguments}):\n    "
+        f"def {verb}_{thing}({arguments}):\n"
         for verb in NAMES
         for thing in THINGS
         for arguments in ARGUMENTS

@@ -14,7 +14,7 @@ import pytest
 
 from rooflax import LLM, SamplingParams
 from rooflax.loading.model_info import embedded_folder
-from rooflax.models.presets import EMBEDDED_NAME
+from rooflax.models.presets import CHAT_NAME, EMBEDDED_NAME
 from tests.support.product.snippets import ROOT
 
 pytestmark = [pytest.mark.first, pytest.mark.oldest_jax]
@@ -100,7 +100,7 @@ def is_python(line: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", [EMBEDDED_NAME])
+@pytest.mark.parametrize("name", [EMBEDDED_NAME, CHAT_NAME])
 def test_it_becomes_a_gguf_file(name: str, tmp_path: Path) -> None:
     """GGUF has a name for how its tokenizer cuts text, so that llama.cpp opens it."""
     path = tmp_path / "model.gguf"

@@ -149,7 +149,8 @@ def test_a_forced_call_is_valid_whatever_was_asked(strict):
         )
         (call,) = found.choices[0].message.tool_calls
         assert call.function.name == "get_weather"
-        assert set(json.loads(call.function.arguments)) == {"city"}
+        arguments = json.loads(call.function.arguments)  # the schema allows others beside it
+        assert isinstance(arguments["city"], str)
 
 
 def test_errors_are_the_clients_own(client):

@@ -158,7 +158,8 @@ def test_p12_a_seed_gives_its_text_in_any_company(served, path):
         found, *_ = at_once(lambda: ask(served, path, **given), *calls)
         assert text_of(found) == wanted
     assert streamed(served, path, **given) == [wanted]
-    assert text_of(ask(served, path, **given | {"seed": 8})) != wanted
+    others = {text_of(ask(served, path, **given | {"seed": seed})) for seed in range(8, 16)}
+    assert others != {wanted}  # though the model is rather sure of itself
 
 
 def test_p14_without_an_end_the_context_is_filled(served):

@@ -90,7 +90,7 @@ def test_chats_count_what_training_counts(rooflax, data, llm, flags, since):
 
 def test_a_long_row_is_scored_in_windows(rooflax, data, llm):
     """Each token once, in the first window that has it."""
-    ids = llm.encode(TEXT)[:24]
+    ids = llm.encode(TEXT * 2)[:24]
     (data / "text.txt").write_text(llm.decode(ids), encoding="utf-8")
     assert llm.encode(llm.decode(ids)) == ids
     (found,) = results(rooflax, CHAT, "--data", "text.txt", "-c", "16")

@@ -1,4 +1,5 @@
-"""Data of a training: rows of files and folders, once, as token files that a run goes on with."""
+"""Training data: reads rows from files and folders and writes token files, once; a resumed run opens
+them."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ DIGEST = "sha256"
 def prepare(
     args: argparse.Namespace, data: DataConfig, seq_len: int, start: Start, out: Path
 ) -> tuple[Corpus, Corpus | None, Corpus | None]:
-    """The tokenizer and the token files to train on, held out and to test; made once, a run that
-    goes on opens them.
+    """The tokenizer and the token files to train on, held out and to test; made once, and opened by
+    a resumed run.
 
     Raises:
         RequestError: the folder holds a run on other data, or there is no text.

@@ -384,8 +384,8 @@ class _ResponseAnswer:
 
 
 def _joined(events: Sequence[Event]) -> list[Event]:
-    """The events with text that goes on as one: a token may spell the end of one part and the
-    beginning of the next."""
+    """The events, adjacent content as one: a token may spell the end of one part and the beginning
+    of the next."""
     joined: list[Event] = []
     for each in events:
         last = joined[-1] if joined else None

@@ -1,5 +1,4 @@
-"""Training data: reads rows from files and folders and writes token files, once; a resumed run opens
-them."""
+"""Training data: rows of files and folders, written as token files, which resumed runs open."""
 
 from __future__ import annotations
 

@@ -33,6 +33,8 @@ WATCH_S = 0.5
 SWITCH_S = 5e-4
 """A thread that waits for another's Python asks for its turn this often: the engine's thread and
 the loop each need little of it, and neither should wait long."""
+TOLD_S = 5.0
+"""Longest wait, after a drain's time, for streams that were ended to say why."""
 TERMINATED, INTERRUPTED = 143, 130
 log = logging.getLogger("rooflax.server")
 Load = Callable[[Callable[[str], None]], "AsyncLLM"]
@@ -177,7 +179,10 @@ class ServerRunner:
         if self.service.num_open and self.service.engine is not None:
             self.service.cancelled["drain"] += self.service.num_open
             await self.service.engine.shutdown(drain=False)
-            await asyncio.sleep(0.1)  # streams say why they end
+            deadline = time.monotonic() + TOLD_S
+            while self.service.num_open and time.monotonic() < deadline:
+                await asyncio.sleep(0.02)
+            await asyncio.sleep(0.1)  # their last bytes are written
         self._ends()
 
 

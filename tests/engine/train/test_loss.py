@@ -125,7 +125,8 @@ def test_loss_and_gradients_equal_those_of_all_logits(head, nonlinear):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         largest = np.abs(b).max()
         assert largest > 0.01
-        off = 0.01 * largest if is_rounded else 1e-5
+        # A sum of terms that nearly cancel is rounded as its terms are, not as it is itself.
+        off = 0.01 * largest if is_rounded else max(1e-5, 1e-6 * largest)
         np.testing.assert_allclose(a, b, rtol=0 if is_rounded else 1e-5, atol=off)
 
 

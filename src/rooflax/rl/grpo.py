@@ -26,7 +26,8 @@ class GrpoBatch(NamedTuple):
     """Rows of a prompt and an answer that the model gave to it.
 
     Attributes:
-        tokens, targets, mask, positions, segment_ids: as of `PackedBatch`; the mask has answers.
+        tokens, targets, mask, positions: as of `PackedBatch`; the mask has answers.
+        segment_ids: None, as a row is one document.
         sampled: [rows, seq] float32, the log-probability of each target when it was sampled.
         reference: the same under the model as it was; zeros where `beta` is 0.
         advantages: [rows] float32.

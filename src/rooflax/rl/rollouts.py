@@ -178,7 +178,7 @@ class Rollouts:
             targets=np.ascontiguousarray(ids[:, 1:]),
             mask=mask,
             positions=np.tile(index, (shape[0], 1)),
-            segment_ids=np.zeros(shape, np.int32),
+            segment_ids=None,
             sampled=sampled,
             reference=np.zeros(shape, np.float32),
             advantages=np.zeros(shape[0], np.float32),
@@ -220,7 +220,7 @@ class Rollouts:
         rows = (self.config.batch_size, self.config.seq_len)
         whole, real = (jax.ShapeDtypeStruct(rows, kind) for kind in (jnp.int32, jnp.float32))
         one = jax.ShapeDtypeStruct(rows[:1], jnp.float32)
-        return GrpoBatch(whole, whole, real, whole, whole, real, real, one)
+        return GrpoBatch(whole, whole, real, whole, None, real, real, one)
 
     def cache_bytes(self) -> int:
         """Bytes of the sampler's KV cache."""

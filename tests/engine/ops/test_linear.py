@@ -9,6 +9,7 @@ from rooflax.errors import RequestError
 from rooflax.ops import native
 from rooflax.ops.kernels import chosen
 from rooflax.ops.linear import linear, linear_by_head, unembed
+from rooflax.ops.linear.prologue import Activation, Norm
 from rooflax.ops.weights import StackMember, quantize
 from tests.support.ops.calls import by_each
 from tests.support.ops.cases import LINEAR, normal
@@ -71,6 +72,29 @@ def test_trained_has_the_kernels_values_and_xlas_gradients(format):
     for one, other in zip(gradients, values("xla")[1], strict=True):
         bound = 1e-5 if format == "float32" else 2**-7
         np.testing.assert_allclose(one, other, rtol=bound, atol=bound * np.abs(other).max())
+
+
+@pytest.mark.parametrize("kind", ["rms norm", "layer norm", "gate"])
+def test_trained_has_the_sums_of_a_norm_or_an_activation_before(kind):
+    weight, shift = (jnp.asarray(normal(48, seed=seed)) for seed in (5, 6))
+    prologue = Norm(weight, shift if kind == "layer norm" else None)
+    if kind == "gate":
+        prologue = Activation("silu", gated=True)
+    rows = (9, 2, 48) if kind == "gate" else (9, 48)
+    x, w, bias, residual = (
+        jnp.asarray(normal(*shape, seed=n))
+        for n, shape in enumerate([rows, (48, 40), (40,), (9, 40)])
+    )
+
+    def total(x, w, bias, residual, implementation):
+        y = linear(x, w, bias, prologue=prologue, residual=residual, implementation=implementation)
+        return jnp.sum(jnp.sin(y)), y
+
+    graded = jax.jit(jax.value_and_grad(total, (0, 1, 2, 3), has_aux=True), static_argnums=4)
+    (_, y), gradients = graded(x, w, bias, residual, "trained")
+    np.testing.assert_array_equal(y, linear(x, w, bias, prologue=prologue, residual=residual))
+    for one, other in zip(gradients, graded(x, w, bias, residual, "xla")[1], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * np.abs(other).max())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

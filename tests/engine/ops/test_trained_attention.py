@@ -4,6 +4,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -12,9 +13,10 @@ import numpy as np
 import pytest
 
 from rooflax.ops import native
-from rooflax.ops.attention import AttentionArgs, Dense, attention, reference
+from rooflax.ops.attention import AttentionArgs, Dense, Paging, attention, cpu, reference
 from rooflax.ops.attention.api import TRAINED
 from rooflax.ops.attention.trained import unsupported
+from rooflax.ops.kv_pool import as_pool
 from tests.engine.train.test_step import deviation, gradient, settings
 from tests.support.train import tiny
 
@@ -86,6 +88,40 @@ def test_gradients_equal_the_references(instruction_set, case):
     ours, theirs = found(trained, *given), found(reference.attention, *given)
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["causal", "windows", "sinks"])
+def test_of_grpo_the_sums_are_the_engines(case):
+    """To the bit, in pools of other blocks; with gradients as without."""
+    values, dense, args, factors = arrays(*CASES[case])
+    named = partial(attention, implementation="trained", trains=True)
+    out, *grads = found(named, values, dense, args, factors)
+    for a, b in zip(grads, found(trained, values, dense, args, factors)[1:], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    q, k, v, sinks = values
+    rows, heads, length, width = k.shape
+    size = 32
+    blocks = -(-length // size)
+
+    def pool(tokens):
+        padded = jnp.pad(tokens, ((0, 0), (0, 0), (0, blocks * size - length), (0, 0)))
+        split = padded.reshape(rows, heads, blocks, size, width).swapaxes(1, 2)
+        return as_pool(split.reshape(-1, heads, size, width))
+
+    tables = jnp.arange(rows * blocks, dtype=jnp.int32).reshape(rows, blocks)
+    paging = Paging(tables, jnp.zeros(rows, jnp.int32), dense.positions, jnp.full(rows, length))
+    engine = cpu.paged_attention(q, pool(k), pool(v), paging, args(sinks))
+    np.testing.assert_array_equal(out, engine)
+    np.testing.assert_array_equal(out, jax.jit(named)(q, k, v, dense, args(sinks)))
+
+
+def test_rows_of_several_documents_have_no_sums_of_the_engine():
+    values, dense, args, factors = arrays(*CASES["documents"])
+    named = partial(attention, implementation="trained", trains=True)
+    for a, b in zip(
+        *(found(run, values, dense, args, factors) for run in (named, trained)), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_a_query_that_sees_nothing_gives_zeros():

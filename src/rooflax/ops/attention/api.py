@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from rooflax.ops import parts
+from rooflax.ops import dispatch, parts
 from rooflax.ops.attention import reference, xla
 from rooflax.ops.attention.args import AttentionArgs, Dense, Paging
 from rooflax.ops.dispatch import Backend, Operation
@@ -20,7 +20,11 @@ from rooflax.ops.kv_pool import PoolLeaf, as_pool
 DENSE = Operation("dense attention", {"reference": reference.DENSE, "xla": xla.DENSE})
 TRAINED = Operation(
     "attention with gradients",
-    {"xla": xla.DENSE, "native": "rooflax.ops.attention.trained"},
+    {
+        "xla": xla.DENSE,
+        "sampled": "rooflax.ops.attention.sampled",
+        "native": "rooflax.ops.attention.trained",
+    },
 )
 BACKENDS: Mapping[str, Backend | str] = {
     "reference": reference.BACKEND,
@@ -55,7 +59,8 @@ def attention(
     Args:
         q: query head n belongs to K/V head n // (N // K).
         implementation: "reference", "xla", or None for the platform's best.
-        trains: take the best that has gradients instead, which no other option changes.
+        trains: take the best that has gradients instead; with the implementation "trained" the
+            one with the engine's sums, where that takes these arguments.
 
     Raises:
         ValueError: N is not a multiple of K.
@@ -65,7 +70,9 @@ def attention(
     """
     check_heads(q.shape[2], k.shape[1])
     if trains:
-        return TRAINED(None, q, k, v, dense, args)
+        missing = TRAINED.backend("sampled").unsupported(q, k, v, dense, args)
+        as_sampled = implementation == dispatch.TRAINED and missing is None
+        return TRAINED("sampled" if as_sampled else None, q, k, v, dense, args)
     return DENSE(implementation, q, k, v, dense, args)
 
 

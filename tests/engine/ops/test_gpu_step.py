@@ -16,6 +16,7 @@ from rooflax.models.registry import read_config
 from rooflax.nn.batch import Batch
 from rooflax.nn.execution import ExecutionOptions
 from rooflax.nn.kv_cache import allocate
+from rooflax.ops import dispatch
 from rooflax.ops.attention import AttentionArgs, Projected, Sequences, gpu_step, ragged_attention
 from rooflax.ops.cache_write import cache_write
 from rooflax.ops.dispatch import what_ran
@@ -186,7 +187,8 @@ LAYERS = {
 
 @pytest.mark.every_jax
 @pytest.mark.parametrize("layers", cases(["unrolled", "scan"], nightly=["scan"]))
-def test_layers_decode_by_it(layers, on_gpu):
+def test_layers_decode_by_it(layers, on_gpu, monkeypatch):
+    monkeypatch.setattr(dispatch, "_record", {})
     family, config = read_config(LAYERS)
     weights = random_weights(family, config, stacked=layers == "scan")
     model = build(family, config, weights, 64)

@@ -38,18 +38,6 @@ Source: the model card of Qwen3-Reranker.
 """
 
 
-def check_generates(info: ModelInfo) -> None:
-    """
-    Raises:
-        RequestError: the checkpoint has no head to generate with.
-    """
-    if not info.config.is_causal:
-        does = "score pairs of texts" if info.pooling and info.pooling.scores else "embed texts"
-        raise RequestError(f"{info.name} attends both ways, to {does}; it generates none.")
-    if not (info.config.has_head or info.config.tied_embeddings):
-        raise RequestError(f"{info.name} embeds texts and has no head to generate with.")
-
-
 class Embedder:
     """Embedding and reranking: everything they need beside an engine.
 

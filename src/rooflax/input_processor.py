@@ -23,8 +23,21 @@ from rooflax.fields.sampling import CHAT_SAMPLING
 from rooflax.inputs import Prompt
 from rooflax.loading.generation_config import GenerationDefaults
 from rooflax.loading.incremental import IncrementalDecoder
+from rooflax.loading.model_info import ModelInfo
 from rooflax.loading.plan import Plan
 from rooflax.structured import Grammars
+
+
+def check_generates(info: ModelInfo) -> None:
+    """
+    Raises:
+        RequestError: the checkpoint has no head to generate with.
+    """
+    if not info.config.is_causal:
+        does = "score pairs of texts" if info.pooling and info.pooling.scores else "embed texts"
+        raise RequestError(f"{info.name} attends both ways, to {does}; it generates none.")
+    if not (info.config.has_head or info.config.tied_embeddings):
+        raise RequestError(f"{info.name} embeds texts and has no head to generate with.")
 
 
 class InputProcessor:
@@ -138,7 +151,9 @@ class InputProcessor:
                 param="max_tokens",
             )
         max_tokens = min(params.max_tokens or room, room)
-        constraint = self.grammars.constraint(params, stop)
+        constraint = None
+        if params.structured_output is not None:
+            constraint = self.grammars.constraint(params, stop)
         sequences = [
             EngineSequence(
                 request_id,

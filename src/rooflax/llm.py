@@ -18,7 +18,7 @@ import numpy as np
 
 from rooflax.completion import Completion, Delta, Sample
 from rooflax.drafting import Drafting, check_same_tokens
-from rooflax.embedding import Embedder, check_generates
+from rooflax.embedding import Embedder
 from rooflax.engine.buckets import bucket
 from rooflax.engine.compilation import CompileCounts, count_compilations, enable_persistent_cache
 from rooflax.engine.engine import Engine
@@ -32,7 +32,7 @@ from rooflax.engine.step_functions import StepFunctions
 from rooflax.errors import RequestError
 from rooflax.fields.declaration import read_settings, takes
 from rooflax.fields.kinds import is_whole
-from rooflax.input_processor import InputProcessor
+from rooflax.input_processor import InputProcessor, check_generates
 from rooflax.inputs import Message, Prompt, as_conversations, as_params, as_prompts
 from rooflax.loading.generic_tools import as_served
 from rooflax.loading.load import load_plan

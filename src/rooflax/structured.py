@@ -169,8 +169,8 @@ class Grammars:
         known[[token for token in self._eos_ids if token < self.vocab_size]] = False
         return np.packbits(known, bitorder="little").view(np.int32)
 
-    def constraint(self, params: SamplingParams, ends: frozenset[int]) -> GrammarConstraint | None:
-        """The constraint that `params` ask for; None if they ask for none.
+    def constraint(self, params: SamplingParams, ends: frozenset[int]) -> GrammarConstraint:
+        """The constraint that `params` ask for; they must ask for one.
 
         Args:
             ends: ids that end the sequence; allowed where the grammar may end.
@@ -179,8 +179,7 @@ class Grammars:
             RequestError: it cannot be compiled, or not within the limits; llguidance is missing.
         """
         structured_output = params.structured_output
-        if structured_output is None:
-            return None
+        assert structured_output is not None
         matcher = self._begin(structured_output)
         constraint = GrammarConstraint(
             self._compile_once(structured_output) if matcher is None else matcher, self, ends

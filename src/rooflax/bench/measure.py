@@ -21,10 +21,10 @@ from rooflax.bench.figures import Summary, doubts
 from rooflax.bench.timeline import Timeline
 from rooflax.bench.trials import Trial, run_trials, warm_up
 from rooflax.bench.workload import Workload
-from rooflax.embedding import check_generates
 from rooflax.engine.compilation import count_compilations
 from rooflax.engine.sequence import Sequence
 from rooflax.errors import EngineError, RequestError
+from rooflax.input_processor import check_generates
 from rooflax.llm import LLM
 from rooflax.loading.model_info import model_info
 from rooflax.nn.host_memory import AnonymousPeak, anonymous_bytes, peak_rss_bytes

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         return chat_url.run(args, params, messages(args.prompt))
     args.model = args.model or CHAT_NAME
     llm = open_llm(args)
-    from rooflax.embedding import check_generates  # with jax, which open_llm has imported
+    from rooflax.input_processor import check_generates  # with jax, which open_llm has imported
 
     check_generates(llm.info)
     _check_flags_fit(llm, args)

@@ -50,7 +50,7 @@ def runner(
     options = replace(flags.execution_options(args), layers="unrolled")
 
     def load(progress: Callable[[str], None]) -> Any:
-        from rooflax.embedding import check_generates
+        from rooflax.input_processor import check_generates
         from rooflax.rl.trainer import Trainer
         from rooflax.server.training.service import TrainingEngine
 

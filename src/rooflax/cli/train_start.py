@@ -20,7 +20,7 @@ class Start:
     """Start of a training: an architecture, its tokenizer's folder, and perhaps weights."""
 
     def __init__(self, args: argparse.Namespace):
-        from rooflax.embedding import check_generates
+        from rooflax.input_processor import check_generates
         from rooflax.loading.model_info import model_info
         from rooflax.loading.packed import is_packed
         from rooflax.models.registry import read_config

@@ -69,7 +69,7 @@ class Engine:
         assert speculation is None or config.options.use_cache
         self.model = model
         self.features = [speculation] if speculation else []
-        self.features += [feature() for feature in features]
+        self.features += [feature() for feature in features if feature.is_for(config)]
         self._states = {feature.state for feature in self.features}
         self.has_own_clock = lockstep is not None or jax.process_count() == 1
         self.config = config.fitted(

@@ -576,7 +576,6 @@ class Runner:
             self._load_counts(self.config.max_num_seqs, None)
         if any(len(s.schedule.siblings) > 1 for s in sequences):
             self.copy([])
-        give_back_freed()
 
     def warm_up_decode(self) -> None:
         """Compiles the rest of what the sequences of `warm_up_prefill` need."""

@@ -89,6 +89,12 @@ class Feature:
         """
 
     @classmethod
+    def is_for(cls, config: EngineConfig) -> bool:
+        """Whether an engine of these settings has the feature."""
+        del config
+        return True
+
+    @classmethod
     def step_function(cls, config: EngineConfig) -> dict[str, Any]:
         """Arguments of `StepFunctions` that replace `run_step`; empty is none."""
         return {}

@@ -42,8 +42,12 @@ class PoolingFeature(Feature):
     state = Pooled
 
     @classmethod
+    def is_for(cls, config: EngineConfig) -> bool:
+        return config.pooler is not None
+
+    @classmethod
     def step_function(cls, config: EngineConfig) -> dict[str, Any]:
-        return {} if config.pooler is None else {"run": pooled, "pooler": config.pooler}
+        return {"run": pooled, "pooler": config.pooler}
 
     def after_call(self, call: StepCall, result: StepResult, times: CallTimes) -> None:
         pooler = self.core.config.pooler

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
@@ -260,8 +261,27 @@ def _check_flags(args: argparse.Namespace) -> None:
     is_hub = any(path.startswith(HUB) for path in args.data)
     if args.text_field is not None and not has_lines and not is_hub:
         raise RequestError("--text-field is for .jsonl files, and --data names none.")
-    if Path(args.out).exists() and not Path(args.out).is_dir():
-        raise RequestError(f"--out {args.out} is a file; give the name of a folder.")
+    _check_out(args.out)
+
+
+WRITTEN_LATER = ("log.jsonl", "checkpoints", "model", "adapter", "report.html", "curves.png")
+"""Names in a run's folder that are written once it has a data.json."""
+
+
+def _check_out(name: str) -> None:
+    """Rejects a folder whose files a run would replace, and that holds no run."""
+    if not name:
+        raise RequestError("--out is empty; give the name of a folder.")
+    out = Path(name)
+    if out.exists() and not out.is_dir():
+        raise RequestError(f"--out {name} is a file; give the name of a folder.")
+    if (out / "checkpoints").exists() and not (out / "checkpoints").is_dir():
+        raise RequestError(f"{out / 'checkpoints'} is a file, and a run has its checkpoints there.")
+    others = [file for file in WRITTEN_LATER if (out / file).exists()]
+    if others and not (out / "data.json").exists():
+        raise RequestError(
+            f"--out {name} holds {others[0]}, which is of no run; give a folder of its own."
+        )
 
 
 def _rollouts(
@@ -356,7 +376,14 @@ def _save_adapter(out: Path, start: Start, result: TrainResult) -> Path:
             base=info.name,
             whole=adapter.whole,
         )
-        replace_folder(folder, write)
+
+        def fill(new: Path) -> None:
+            write(new)
+            for other in folder.iterdir() if folder.exists() else ():
+                if not (new / other.name).exists() and other.is_file():
+                    shutil.copy2(other, new)
+
+        replace_folder(folder, fill)
     return folder
 
 

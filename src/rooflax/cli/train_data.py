@@ -63,7 +63,9 @@ def prepare(
     if args.vocab_size is not None:
         start.tokenizer_folder = out / "tokenizer"
     training, *others = (out / f"{name}.bin" for name in TOKEN_FILES.values())
-    held_out, test = (open_corpus(file) if file.stat().st_size else None for file in others)
+    held_out, test = (
+        None if file.exists() and not file.stat().st_size else open_corpus(file) for file in others
+    )
     return open_corpus(training), held_out, test
 
 

@@ -68,7 +68,7 @@ class Reward:
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 spec.loader.exec_module(module)
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, GeneratorExit) as error:
             raise RequestError(f"{self._where(error)} raised {_said(error)}.") from None
         loaded = getattr(module, function, None)
         if not callable(loaded):
@@ -126,7 +126,7 @@ class Reward:
                 result = self.function(**arguments)
                 is_list = isinstance(result, Iterable) and not isinstance(result, NO_LISTS)
                 result = list(result) if is_list else result
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, GeneratorExit) as error:
             raise RewardError(
                 f"The reward at {self._where(error)} raised {_said(error)}."
             ) from None

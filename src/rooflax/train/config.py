@@ -43,6 +43,8 @@ LENGTH = frozenset({"epochs", "tokens", "steps", "warmup_steps"})
 
 
 MOST_STEPS = 99_999_999  # as checkpoints number them
+MOST_ROWS = 2**20
+LARGEST = 1e30  # which float32 has
 NEW = DEFAULTS["new weights"]
 _field = partial(declare, group="training")
 ADAPTERS = "adapters"
@@ -107,14 +109,14 @@ class TrainConfig:
         Number(0, 1e6, above=True), "times that all rows are trained, which become steps",
         metavar="X")
     batch_size: int = _field(
-        Whole(1), "rows per step, all micro-batches together", default=16, flags=("--batch",),
-        metavar="N")
+        Whole(1, MOST_ROWS), "rows per step, all micro-batches together", default=16,
+        flags=("--batch",), metavar="N")
     seq_len: int = _field(Whole(1), "tokens per row", default=512, metavar="N")
     micro_batches: int | None = _field(
-        Whole(1), "micro-batches per step (gradient accumulation)",
+        Whole(1, MOST_ROWS), "micro-batches per step (gradient accumulation)",
         shown_default="on CPU so many that one has 1,024 tokens or a row, else 1", metavar="N")
     learning_rate: float = _field(
-        Number(0, above=True), "peak learning rate, after the warm-up",
+        Number(0, LARGEST, above=True), "peak learning rate, after the warm-up",
         default=NEW["learning_rate"], flags=("--learning-rate", "--lr"), metavar="X")
     min_lr_ratio: float = _field(
         Number(0, 1), "final learning rate over the peak, by a cosine", default=0.1, metavar="X")
@@ -122,9 +124,10 @@ class TrainConfig:
         Whole(), "steps of linear warm-up", shown_default="a tenth of all steps", metavar="N")
     optimizer: Literal["adamw", "muon"] = _field(
         Choice(OPTIMIZERS), "muon takes the layers' matrices by their orthogonalized momentum, the "
-        "rest by AdamW; for new weights of a model on one device", default=ADAMW, metavar="NAME")
+        "rest by AdamW; for all weights of a model on one device", default=ADAMW, metavar="NAME")
     weight_decay: float = _field(
-        Number(0), "the optimizer's, of matrices only", default=NEW["weight_decay"], metavar="X")
+        Number(0, LARGEST), "the optimizer's, of matrices only", default=NEW["weight_decay"],
+        metavar="X")
     clip_norm: float = _field(
         Number(0), "clip gradients to this global norm, 0 for none", default=1.0, metavar="X")
     beta1: float = _field(MOMENT, "AdamW's", default=0.9, metavar="X")
@@ -188,8 +191,8 @@ class TrainConfig:
         "two answers; grpo samples answers and learns from their rewards", default=SFT,
         metavar="MODE")
     beta: float | None = _pairs(
-        Number(0), "what leaving the starting model costs (dpo, grpo), the odds ratio's weight "
-        "(orpo)", shown_default="0.1, of grpo 0, which needs no reference", metavar="X")
+        Number(0, LARGEST), "what leaving the starting model costs (dpo, grpo), the odds ratio's "
+        "weight (orpo)", shown_default="0.1, of grpo 0, which needs no reference", metavar="X")
     loss_type: Literal["sigmoid", "hinge", "ipo", "robust"] = _pairs(
         Choice(LOSS_TYPES), "of dpo", default="sigmoid", metavar="TYPE")
     label_smoothing: float = _pairs(

@@ -36,10 +36,7 @@ class TrainLog:
         size = os.fstat(self._file.fileno()).st_size
         if size < position:
             self._file.close()
-            raise CheckpointError(
-                f"{path} has {size} bytes, but the checkpoint was made when it had {position}; "
-                f"put the log back or train into another folder."
-            )
+            raise CheckpointError(_short(path, size, position))
         self._file.truncate(position)
         self._file.seek(position)
 
@@ -84,17 +81,36 @@ def best_held_out(lines: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
     return min(taken, key=lambda line: line["held_out_loss"], default=None)
 
 
-def read_log(path: Path) -> list[dict[str, Any]]:
+def read_log(path: Path, position: int | None = None) -> list[dict[str, Any]]:
     """The lines of a log.
 
+    Args:
+        position: bytes that are read; None is all.
+
     Raises:
-        CheckpointError: one is damaged.
+        CheckpointError: one is damaged, or the file is shorter.
     """
     damaged = f"{path} is damaged; put it back or train into another folder."
     try:
-        lines = [json.loads(line) for line in path.read_bytes().splitlines()]
+        content = path.read_bytes() if path.exists() or position is None else b""
+        if position is not None and len(content) < position:
+            raise CheckpointError(_short(path, len(content), position))
+        lines = [json.loads(line) for line in content[:position].splitlines()]
     except (ValueError, RecursionError):
         raise CheckpointError(damaged) from None
-    if not all(isinstance(line, dict) for line in lines):
+    if not all(map(_is_line, lines)):
         raise CheckpointError(damaged)
     return lines
+
+
+def _is_line(line: Any) -> bool:
+    if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+        return False
+    return "whole" not in line or isinstance(line.get("held_out_loss"), int | float)
+
+
+def _short(path: Path, size: int, position: int) -> str:
+    return (
+        f"{path} has {size} bytes, but the checkpoint was made when it had {position}; put the log "
+        f"back or train into another folder."
+    )

@@ -303,12 +303,8 @@ class _Run:
             self.take_reference(is_resumed=position > 0)
         path = folder / "log.jsonl"
         self.log = NoLog()
+        lines = read_log(path, position)  # before what stands behind it is cut off
         job.by_first("log", lambda: self.open_log(path, position, track))
-        try:
-            lines = read_log(path)
-        except CheckpointError:
-            self.log.close()
-            raise
         self.held_out_lines = [line for line in lines if line.get("whole") is False]
         settings = [line for line in lines if "settings" in line]
         if [line["settings"] for line in settings[-1:]] != [config.to_json()]:

@@ -106,6 +106,53 @@ def test_from_scratch_interrupted_resumed_and_continued(rooflax, data, monkeypat
     assert "the model is in tuned/model" in ran.out
 
 
+def test_files_of_no_run_stay(rooflax, data):
+    (data / "own").mkdir()
+    (data / "own/log.jsonl").write_text("mine")
+    for out, said in (("own", "--out own holds log.jsonl, which is of no run"), ("", "is empty")):
+        ran = train(rooflax, *NEW, out=out)
+        assert ran.code == 2 and said in ran.err
+    assert (data / "own/log.jsonl").read_text() == "mine"
+    assert sorted(path.name for path in data.iterdir()) == ["config.json", "own", "texts"]
+
+
+def test_an_adapters_folder_keeps_what_others_put_there(rooflax, data):
+    assert train(rooflax, *NEW, "--steps", 1, out="base").code == 0
+    lora = ("base/model", "--fine-tune-type", "lora")
+    assert train(rooflax, *lora).code == 0
+    (data / "run/adapter/README.md").write_text("mine")
+    ran = train(rooflax, *lora, "--steps", 5)
+    assert ran.code == 0, ran.err
+    assert (data / "run/adapter/README.md").read_text() == "mine"
+
+
+@pytest.mark.parametrize("damage", ["a line", "its keys", "its length"])
+def test_a_resume_that_is_refused_leaves_the_log(rooflax, data, damage):
+    assert train(rooflax, *NEW).code == 0
+    log = data / "run/log.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    if damage == "a line":
+        lines[1] = lines[1][:5] + lines[1][6:]
+        lines.append(b" ")
+    elif damage == "its keys":
+        lines[1] = lines[1].replace(b'"step"', b'"stop"')
+    else:
+        lines = lines[:2]
+    log.write_bytes(b"".join(lines))
+    ran = train(rooflax, *NEW, "--steps", 6)
+    assert ran.code == 2 and "log.jsonl" in ran.err and "back" in ran.err
+    assert log.read_bytes() == b"".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--batch", 10**20), ("--lr", "1e39"), ("--micro-batches", 2**40)]
+)
+def test_numbers_that_nothing_can_hold(rooflax, data, flag, value):
+    ran = train(rooflax, *NEW, flag, value)
+    assert ran.code == 2 and "must be" in ran.err
+    assert not (data / "run").exists()
+
+
 def test_a_checkpoint_is_trained_gently_unless_told_otherwise(rooflax, data):
     """At 1e-3, right for new weights, the embedded model's held-out loss rose in 20 steps."""
 

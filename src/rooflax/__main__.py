@@ -44,29 +44,14 @@ def _open_missing_streams() -> None:
                 setattr(sys, name, open(number, "w" if number else "r"))  # noqa: SIM115
 
 
-def _take_huge_pages() -> None:
-    """Starts the process again with a C library that asks for huge pages, for training on Linux.
-
-    A step's temporaries are new memory to the system each time. Page by page of 4 KiB that takes a
-    fifth of the step of an adapter. The C library reads how it asks for them at its start alone.
-    """
-    if sys.argv[1:2] != ["train"] or "GLIBC_TUNABLES" in os.environ:
-        return
-    try:
-        with open("/sys/kernel/mm/transparent_hugepage/enabled", encoding="ascii") as file:
-            is_asked_for = "[madvise]" in file.read()
-        if is_asked_for and os.confstr("CS_GNU_LIBC_VERSION"):
-            os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
-            os.execv(sys.executable, sys.orig_argv)
-    except (OSError, ValueError):
-        return  # it is slower, and right
-
-
 def entry() -> None:
     """The console script."""
     _open_missing_streams()
-    _take_huge_pages()
     _leave_current_folder(by_module=__name__ == "__main__")
+    if sys.argv[1:2] == ["train"]:
+        from rooflax.processes import take_huge_pages
+
+        take_huge_pages()
     import signal
 
     is_usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler

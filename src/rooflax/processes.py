@@ -28,6 +28,7 @@ __all__ = [
     "check_started_alike",
     "run",
     "start",
+    "take_huge_pages",
 ]
 
 _first_user: int | None = None
@@ -164,3 +165,21 @@ def _installed() -> set[str]:
     with contextlib.suppress(TypeError):  # no user folder can be named
         folders.append(site.getusersitepackages())
     return {os.path.realpath(folder) for folder in folders}
+
+
+def take_huge_pages() -> None:
+    """Starts this process again with a C library that asks for huge pages, on Linux.
+
+    The temporaries of a training step are new memory to the system each time. Page by page of 4 KiB
+    that takes a fifth of the step of an adapter. The C library reads how it asks for memory when it
+    starts, and then alone.
+    """
+    if "GLIBC_TUNABLES" in os.environ:
+        return
+    try:
+        modes = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="ascii")
+        if "[madvise]" in modes and os.confstr("CS_GNU_LIBC_VERSION"):
+            environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+            os.execve(sys.executable, sys.orig_argv, environment)
+    except (OSError, ValueError):
+        return  # it is slower, and right

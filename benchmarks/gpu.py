@@ -10,8 +10,8 @@
 
 Each case (`gpu_list.py`) has a limit of its own, and a line of OUT/figures.jsonl as soon as it is
 known; what is not written when the time ends is lost. Other answers to the questions that kernels
-ask (`ops/block_sizes.py`) have lines of their own; table.md has those for that module's
-table of the faster ones. Shapes of one kernel share a process; one
+ask (`ops/block_sizes.py`) have lines of their own, behind the rule's; table.md has those for that
+module's table of the faster ones. Shapes of one kernel share a process; one
 that fails or is late ends it where the device no longer answers. A case whose kernel fails runs
 again with XLA, and its line says so. A later line of a case stands for the earlier ones;
 OUT/table.md is made of all. OUT/cache keeps compiled programs and what was autotuned, for all
@@ -34,6 +34,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -63,12 +64,13 @@ LEAST_S = 5
 """With less than that left no case begins."""
 
 
-def run_job(job: str, arguments: Figures) -> Figures:
-    """A case, in its process."""
+def run_job(job: str, arguments: Figures) -> Iterator[Figures]:
+    """Runs a case in its process: its figures, and those of other answers (`with_answers`)."""
     if job == "torch":
         from benchmarks import gpu_torch
 
-        return gpu_torch.weight_only(**arguments)
+        yield gpu_torch.weight_only(**arguments)
+        return
     from benchmarks import gpu_cases, gpu_models, gpu_races
 
     jobs = {
@@ -83,29 +85,55 @@ def run_job(job: str, arguments: Figures) -> Figures:
         "model": gpu_models.model,
         "transformers": gpu_models.transformers,
     }
-    return jobs[job](**arguments)
+    found = jobs[job](**arguments)
+    if isinstance(found, dict):
+        yield found
+    else:
+        yield from found
 
 
-def work() -> None:
-    """A process: cases on stdin, for each of them a line on stdout."""
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no line
-    for text in sys.stdin:
-        case = json.loads(text)
-        begin = time.perf_counter()
-        try:
-            line: Figures = {"result": run_job(case["job"], case["arguments"])}
-        except Exception as error:
-            said = " ".join(str(error).split())[:400]
-            line = {"failed": f"{type(error).__name__}: {said}"}
-        line = {"name": case["name"], "seconds": round(time.perf_counter() - begin, 1), **line}
+def lines_of(case: Figures) -> Iterator[Figures]:
+    """Runs a case: a line for its figures, for other answers one before and one behind each, and a
+    last one; none behind the line of a failure after which the device no longer answers."""
+    begin, name = time.perf_counter(), {"name": case["name"]}
+    rows = run_job(case["job"], case["arguments"])
+    while (row := following(rows)) is not None:
+        if answer := row.pop("answer", None):
+            name = {"name": f"{case['name']}: {answer}", "rule": case["name"]}
+        if answer and not row:
+            begin = time.perf_counter()
+            yield {**name, "begins": True}
+            continue
+        state = {"failed": row["failed"]} if "failed" in row else {"result": row}
+        line = {**name, "seconds": round(time.perf_counter() - begin, 1), **state}
         if case["job"] not in PEERS:
             from rooflax.bench.environment import environment
 
             line["environment"] = environment()
             line["ends"] = "failed" in line and not device_answers()
-        out.write(json.dumps(line) + "\n")
-        out.flush()
+        yield line
+        if line.get("ends"):
+            return
+    yield {"last": True}
+
+
+def following(rows: Iterator[Figures]) -> Figures | None:
+    """The next of a job's rows, or why it has failed."""
+    try:
+        return next(rows, None)
+    except Exception as error:
+        said = " ".join(str(error).split())[:400]
+        return {"failed": f"{type(error).__name__}: {said}"}
+
+
+def work() -> None:
+    """A process: cases on stdin, for each of them lines on stdout."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no line
+    for text in sys.stdin:
+        for line in lines_of(json.loads(text)):
+            out.write(json.dumps(line) + "\n")
+            out.flush()
 
 
 def device_answers() -> bool:
@@ -130,34 +158,54 @@ class Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
+            bufsize=0,  # a line that was read ahead would not be selected
             start_new_session=True,  # so that what it has started ends with it
         )
 
-    def line(self, case: Case, limit_s: float) -> Figures:
-        """What it says of a case, or why it says nothing; it has ended then."""
-        begin = time.perf_counter()
+    def lines(self, case: Case, limit_s: float) -> Iterator[Figures]:
+        """Runs a case: its line, and one for each other answer.
+
+        A process that is late, ends or has lost its device is ended, and the line of the case or
+        the answer that was under way says why.
+        """
+        until = time.perf_counter() + limit_s
         self.is_new = False
         task = asdict(case)
         task["arguments"].setdefault("implementation", None)
-        said = b""
+        under_way, begin = {"name": case.name}, time.perf_counter()
         try:
             self.popen.stdin.write(json.dumps(task).encode() + b"\n")
-            self.popen.stdin.flush()
-            if not select.select([self.popen.stdout], [], [], limit_s)[0]:
-                why = f"not done after {limit_s:.0f} s"
-            else:
-                said, why = self.popen.stdout.readline(), ""
+            while said := self.said(until - time.perf_counter()):
+                line = json.loads(said)
+                if line.pop("last", False):
+                    return
+                if line.pop("begins", False):
+                    under_way, begin = line, time.perf_counter()
+                    continue
+                if ends := line.pop("ends", False):
+                    self.end()
+                yield line
+                if ends:
+                    return
+            why = ""
         except BrokenPipeError:
             why = ""
-        if said.endswith(b"\n"):
-            found = json.loads(said)
-            if found.pop("ends", False):
-                self.end()
-            return found
+        except TimeoutError:
+            why = f"not done after {limit_s:.0f} s"
         why = why or f"ended with {self.popen.wait()}: {self.last_words()}"
         self.end()
-        seconds = round(time.perf_counter() - begin, 1)
-        return {"name": case.name, "seconds": seconds, "failed": why}
+        yield {**under_way, "seconds": round(time.perf_counter() - begin, 1), "failed": why}
+
+    def said(self, limit_s: float) -> bytes:
+        """Reads a line; nothing where the process has ended.
+
+        Raises:
+            TimeoutError: there is none in time.
+        """
+        if not select.select([self.popen.stdout], [], [], max(0, limit_s))[0]:
+            raise TimeoutError
+        found = self.popen.stdout.readline()
+        return found if found.endswith(b"\n") else b""
 
     def last_words(self) -> str:
         self.log.seek(self.began_at)
@@ -189,30 +237,16 @@ def run_part(given: list[Case], budget_s: float, out: Path, own: dict[str, str])
     def left() -> float:
         return budget_s - (time.perf_counter() - begun)
 
-    def run(case: Case) -> Figures:
+    def run(case: Case) -> Iterator[Figures]:
         nonlocal process
         if process is None or process.key != case.key or not process.is_alive:
             if process is not None:
                 process.end()
             process = Process(case.key, joined(own, case.environment), log)
         limit = case.limit_s + (START_LIMIT_S if process.is_new else 0)
-        return process.line(case, min(limit * max(1, budget_s / BUDGETS_S[case.part]), left()))
+        yield from process.lines(case, min(limit * max(1, budget_s / BUDGETS_S[case.part]), left()))
 
     def written(case: Case, line: Figures) -> None:
-        answers = line.get("result", {}).pop("answers", [])
-        shapes: dict[str, list[Any]] = {}
-        for answer in answers:
-            sizes, asked = (
-                " ".join(map(str, answer["sizes"])),
-                shapes.setdefault(answer["kernel"], []),
-            )
-            if answer["shape"] not in asked:
-                asked.append(answer["shape"])
-            turn = asked.index(answer["shape"])  # experts ask for both of their matmuls
-            kernel = answer["kernel"] + (f" ({1 + turn})" if turn else "")
-            own = {"name": f"{case.name}: {kernel} {sizes}", "seconds": 0}
-            state = {k: answer[k] for k in ("failed",) if k in answer} or {"result": answer}
-            written(case, {**own, **state, "rule": case.name})
         line |= {"part": case.part, "target": case.target}
         line |= {key: case.arguments[key] for key in ("model", "layers") if key in case.arguments}
         with (out / "figures.jsonl").open("a") as file:
@@ -227,11 +261,13 @@ def run_part(given: list[Case], budget_s: float, out: Path, own: dict[str, str])
                     late = {"name": case.name, "seconds": 0, "failed": "no time was left"}
                     written(case, late)
                     continue
-                line = run(case)
-                if "failed" in line and case.job in HAS_XLA and left() > LEAST_S:
+                why = None
+                for line in run(case):
                     written(case, line)
-                    line = run(with_xla(case)) | {"fell_back": line["failed"]}
-                written(case, line)
+                    why = why or ("rule" not in line and line.get("failed"))
+                if why and case.job in HAS_XLA and left() > LEAST_S:
+                    for line in run(with_xla(case)):
+                        written(case, line | {"fell_back": why})
         finally:
             if process is not None:
                 process.end()

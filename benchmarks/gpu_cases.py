@@ -7,6 +7,7 @@ What is called more than once is jitted by itself, so that it is lowered once.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -93,27 +94,34 @@ def seconds_each(
     return best_of(run, first, state, rest, repeats=repeats) / (times * chained)
 
 
-def with_answers(measure: Callable[[], Figures], count: int) -> Figures:
-    """A case by its kernels' rules, and by so many other answers to each of their questions.
+def with_answers(measure: Callable[[], Figures], count: int) -> Iterator[Figures]:
+    """Measures a case by its kernels' rules, then by so many other answers to each question.
+
+    Yields the rule's figures; then of each answer its name (`answer`) before it begins, and behind
+    it the name with its figures or with why it `failed`.
 
     Args:
         measure: checks and times, traced anew.
     """
     from rooflax.ops import block_sizes
 
-    with block_sizes.recording() as asked:
+    with as_a_gpu(), block_sizes.recording() as asked:
         row = measure()
-    found = []
+    yield row
+    shapes = Counter[str]()
     for question in asked.values():
+        kernel, shape = question.key
+        shapes[kernel] += 1  # experts ask for both of their matmuls
+        label = kernel if shapes[kernel] == 1 else f"{kernel} ({shapes[kernel]})"
         for sizes in nearest(question, count):
-            with block_sizes.trying({question.key: sizes}):
+            name = {"answer": f"{label} {' '.join(map(str, sizes))}"}
+            yield name
+            with as_a_gpu(), block_sizes.trying({question.key: sizes}):
                 try:
-                    answer = measure()
+                    found = measure()
                 except Exception as error:  # another answer may still do
-                    answer = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
-            kernel, shape = question.key
-            found.append({"kernel": kernel, "shape": shape, "sizes": sizes, **answer})
-    return row | ({"answers": found} if count else {})
+                    found = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
+            yield {**name, "kernel": kernel, "shape": shape, "sizes": sizes, **found}
 
 
 def nearest(question: Any, count: int) -> list[tuple[int, ...]]:
@@ -133,7 +141,7 @@ def few(tiny: bool) -> dict[str, int]:
 
 def linear_case(
     format: str, rows: int, tiny: bool, implementation: str | None, answers: int = 0
-) -> Figures:
+) -> Iterator[Figures]:
     """Against the reference in float32; read from as many matrices as the cache does not hold."""
     from rooflax.ops.format_names import FORMATS
     from rooflax.ops.linear import linear
@@ -164,8 +172,7 @@ def linear_case(
         seconds = seconds_each(all_members, x, w, **few(tiny) | {"chained": 1})
         return row | {"read_gb_per_s": w.nbytes / seconds / 1e9, "seconds": seconds / members}
 
-    with as_a_gpu():
-        return with_answers(measure, answers)
+    yield from with_answers(measure, answers)
 
 
 def attention_case(
@@ -178,7 +185,7 @@ def attention_case(
     implementation: str | None,
     answers: int = 0,
     latent: int | None = None,
-) -> Figures:
+) -> Iterator[Figures]:
     """The last queries of each row over blocks in no order, with sinks.
 
     Args:
@@ -238,8 +245,7 @@ def attention_case(
             row["read_gb_per_s"] = size / row["seconds"] / 1e9
         return row
 
-    with as_a_gpu():
-        return with_answers(measure, answers)
+    yield from with_answers(measure, answers)
 
 
 def needs_gpu_jax() -> None:
@@ -253,7 +259,9 @@ def needs_gpu_jax() -> None:
         raise NotImplementedError("GPU kernels need JAX 0.11 or later")
 
 
-def step_case(head_dim: int, tiny: bool, implementation: str | None, answers: int = 0) -> Figures:
+def step_case(
+    head_dim: int, tiny: bool, implementation: str | None, answers: int = 0
+) -> Iterator[Figures]:
     """What a decode step does between its projections, in one kernel and its merge, against the
     operations one after the other; new keys and values lie where they should."""
     from rooflax.ops.attention import AttentionArgs, Projected, Sequences, attention_step
@@ -300,13 +308,12 @@ def step_case(head_dim: int, tiny: bool, implementation: str | None, answers: in
         many = {"state": tuple(pools), **few(tiny)}
         return row | {"seconds": seconds_each(again, qkv, sequences, args, **many)}
 
-    with as_a_gpu():
-        return with_answers(measure, answers)
+    yield from with_answers(measure, answers)
 
 
 def experts_case(
     kind: str, tokens: int, tiny: bool, implementation: str | None, answers: int = 0
-) -> Figures:
+) -> Iterator[Figures]:
     """GPT-OSS's shapes, or tiny ones; and the choice of experts, which has a kernel, too."""
     from rooflax.ops.linear.prologue import ClampedSwiglu
     from rooflax.ops.moe import experts, route
@@ -344,8 +351,7 @@ def experts_case(
         seconds = seconds_each(mixed, x, ids, shares, *weights, **few(tiny))
         return row | {"seconds": seconds, "read_gb_per_s": read / seconds / 1e9}
 
-    with as_a_gpu():
-        return with_answers(measure, answers)
+    yield from with_answers(measure, answers)
 
 
 def ceilings(tiny: bool, implementation: str | None) -> Figures:

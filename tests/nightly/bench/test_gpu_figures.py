@@ -11,7 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import gpu_list, gpu_models, gpu_table
+from benchmarks import gpu_cases, gpu_list, gpu_models, gpu_table
+from rooflax.ops import block_sizes
 from rooflax.ops.accelerator import OLDEST_GPU_JAX
 from tests.support.product.snippets import ROOT
 
@@ -237,24 +238,114 @@ def began(script, tmp_path):
 BROKEN = gpu_list.Case("row", 2, "model", {"model": "nothing", "work": {}, "precision": {}}, "", 9)
 
 
+def only_line(process, case, limit_s):
+    (line,) = process.lines(case, limit_s)
+    return line
+
+
 def test_a_case_that_fails_says_so_and_the_next_one_runs(began):
-    assert "no preset 'nothing'" in began.line(BROKEN, 60)["failed"]
+    assert "no preset 'nothing'" in only_line(began, BROKEN, 60)["failed"]
     ceilings = gpu_list.Case("ceilings", 2, "ceilings", {"tiny": True}, "", 9)
-    assert "result" in began.line(ceilings, 60)
-    assert "KeyError" in began.line(gpu_list.Case("x", 2, "no job", {}, "", 9), 60)["failed"]
+    assert "result" in only_line(began, ceilings, 60)
+    unknown = gpu_list.Case("x", 2, "no job", {}, "", 9)
+    assert "KeyError" in only_line(began, unknown, 60)["failed"]
     assert began.is_alive
 
 
 def test_a_case_that_takes_too_long_says_so_and_ends_its_process(began):
-    assert began.line(BROKEN, 0.1)["failed"].startswith("not done after")
+    assert only_line(began, BROKEN, 0.1)["failed"].startswith("not done after")
     assert not began.is_alive
+
+
+def answers_of(measure):
+    """Rows of a case whose kernel asks one question of two other answers."""
+
+    def asks():
+        block_sizes.of("a", (8,), (1,), ((1,), (2,), (3,)))
+        return measure(block_sizes.of("a", (8,), (1,), ((1,), (2,), (3,))))
+
+    return gpu_cases.with_answers(asks, 2)
+
+
+def test_the_rules_figure_comes_before_other_answers():
+    rows = answers_of(lambda sizes: {"seconds": 1.0 / sizes[0]})
+    assert next(rows) == {"seconds": 1.0}
+    assert next(rows) == {"answer": "a 2"}
+    found = {"kernel": "a", "shape": (8,), "sizes": (2,), "seconds": 0.5}
+    assert next(rows) == {"answer": "a 2", **found}
+    assert [row["answer"] for row in rows] == ["a 3", "a 3"]
+
+
+def test_an_answer_that_loses_the_device_is_the_last_of_its_process(script, monkeypatch):
+    """One that is only wrong is not: the next one runs."""
+
+    def measure(sizes):
+        if sizes == (2,):
+            raise ValueError("an illegal access")
+        return {"seconds": 1.0}
+
+    case = {"name": "x", "job": "linear", "arguments": {}}
+    monkeypatch.setattr(script, "run_job", lambda *_: answers_of(measure))
+    for answers, behind in ((True, ["x: a 3", "x: a 3", None]), (False, [])):
+        monkeypatch.setattr(script, "device_answers", lambda answers=answers: answers)
+        rule, begins, failed, *others = script.lines_of(case)
+        assert rule["name"] == "x" and rule["result"] == {"seconds": 1.0} and not rule["ends"]
+        assert begins == {"name": "x: a 2", "rule": "x", "begins": True}
+        assert failed["name"] == "x: a 2" and failed["rule"] == "x"
+        assert failed["failed"] == "ValueError: an illegal access"
+        assert failed["ends"] is not answers
+        assert [line.get("name") for line in others] == behind
+
+
+WORKER = """
+import json, os, sys, time
+for text in sys.stdin:
+    name = json.loads(text)["name"]
+    answer = {"name": name + ": a 2", "rule": name}
+    lines = [{"name": name, "seconds": 1, "result": {"pid": os.getpid()}}]
+    if name != "sound":
+        lines.append({**answer, "begins": True})
+    if name == "lost":
+        lines.append({**answer, "seconds": 1, "failed": "illegal access", "ends": True})
+    if name == "sound":
+        lines.append({"last": True})
+    for line in lines:
+        print(json.dumps(line), flush=True)
+    if name == "ended":
+        sys.exit("out of memory")
+    if name != "sound":
+        time.sleep(600)
+"""
+
+
+def test_an_answer_that_fails_leaves_the_rule_its_figure(script, monkeypatch, tmp_path):
+    """It says how it failed, no rule is run with XLA for it, and the next case has a process of its
+    own."""
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER)
+    monkeypatch.setattr(script, "__file__", str(worker))
+    monkeypatch.setattr(script, "START_LIMIT_S", 2)
+    names = ("sound", "lost", "late", "ended", "sound")
+    given = [gpu_list.Case(name, 1, "linear", {}, "one", -6.5) for name in names]
+    script.run_part(given, 60, tmp_path, dict(os.environ))
+    lines = [json.loads(line) for line in (tmp_path / "figures.jsonl").read_text().splitlines()]
+    assert [line["name"] for line in lines if "result" in line] == list(names)
+    failed = {line["name"]: line["failed"] for line in lines if "rule" in line}
+    assert failed == {
+        "lost: a 2": "illegal access",
+        "late: a 2": "not done after 4 s",
+        "ended: a 2": "ended with 1: out of memory",
+    }
+    assert not any("fell_back" in line or "ends" in line for line in lines)
+    pids = [line["result"]["pid"] for line in lines if "result" in line]
+    assert pids[0] == pids[1] and len(set(pids)) == 4
 
 
 def test_a_process_that_ends_says_its_last_words(began):
     began.popen.kill()
     began.popen.wait()
     began.log.write(b"first\nan illegal access\n")
-    failed = began.line(BROKEN, 60)["failed"]
+    failed = only_line(began, BROKEN, 60)["failed"]
     assert failed.startswith("ended with -9: ") and failed.endswith("an illegal access")
 
 

@@ -46,6 +46,7 @@ sys.path.append(str(ROOT / "benchmarks" / "stand_in"))
 from benchmarks.gpu_list import (  # noqa: E402
     BUDGETS_S,
     COUNTED,
+    COUNTERS_LIMIT_S,
     COUNTERS_S,
     HAS_XLA,
     PEERS,
@@ -276,37 +277,66 @@ def run_part(given: list[Case], budget_s: float, out: Path, own: dict[str, str])
 SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "Occupancy", "WarpStateStats", "LaunchStats")
 
 
+OURS = "regex:_mosaic"
+"""What NVIDIA's profiler counts, by the names that Mosaic GPU gives to kernels."""
+LOCKED = "ERR_NVGPUCTRPERM"
+"""What it says where only an administrator may read the counters."""
+
+
 def count(given: list[Case], out: Path, own: dict[str, str], left_s: float) -> None:
-    """NVIDIA's profiler on the kernels that are slowest beside the law of their speed, where it is
-    installed: OUT/counters-N.txt."""
+    """Runs NVIDIA's profiler on the kernels that are slowest beside the law of their speed:
+    OUT/counters-N.txt, and a line of OUT/figures.jsonl that says what came of it."""
     ncu = shutil.which("ncu", path=own.get("PATH"))
     lines = [json.loads(line) for line in (out / "figures.jsonl").read_text().splitlines()]
     by_name = {case.name: case for case in given}
-    slowest = [each for each in beside_law(lines) if each[0] in by_name]
-    for number, (name, share) in enumerate(slowest[:COUNTED]):
-        if ncu is None or left_s < COUNTERS_S:
-            sys.stderr.write(f"not counted: {name}, {share:.2f} of what the law says\n")
-            continue
-        task = asdict(by_name[name])
-        task["arguments"] = {**task["arguments"], "implementation": None, "answers": 0}
-        sections = [word for section in SECTIONS for word in ("--section", section)]
-        command = [ncu, "--clock-control", "none", "--target-processes", "all"]
-        command += ["--launch-skip", "120", "--launch-count", "8", *sections]
-        # counters want plain launches, no graphs
-        flags = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}
-        begun = time.perf_counter()
-        with (
-            (out / f"counters-{number}.txt").open("w") as file,
-            contextlib.suppress(subprocess.TimeoutExpired),
-        ):
-            file.write(f"{name}\n")
-            file.flush()
-            subprocess.run(
-                [*command, sys.executable, __file__, "--work"],
-                input=json.dumps(task) + "\n", text=True, stdout=file, stderr=subprocess.STDOUT,
-                env=joined(own, flags), timeout=COUNTERS_S, check=False,
-            )  # fmt: skip
-        left_s -= time.perf_counter() - begun
+    slowest = [name for name, _ in beside_law(lines) if name in by_name]
+    until = time.perf_counter() + left_s
+    for number, name in enumerate(slowest[:COUNTED]):
+        begin, path = time.perf_counter(), out / f"counters-{number}.txt"
+        if ncu is None:
+            why = "ncu is not installed"
+        elif until - begin < COUNTERS_S:
+            why = "no time was left"
+        else:
+            why = counted(ncu, by_name[name], path, own, min(COUNTERS_LIMIT_S, until - begin))
+        seconds = round(time.perf_counter() - begin, 1)
+        state = {"failed": why} if why else {"result": {"counters": path.name}}
+        line = {"name": f"counters of {name}", "counted": name, "seconds": seconds, **state}
+        with (out / "figures.jsonl").open("a") as file:
+            file.write(json.dumps({**line, "part": 1, "target": ""}) + "\n")
+        sys.stderr.write(f"{seconds:6.1f} s  {line['name']}: {why or 'done'}\n")
+        if LOCKED in why:
+            return
+
+
+def counted(ncu: str, case: Case, path: Path, own: dict[str, str], limit_s: float) -> str:
+    """Profiles a case into a file; why there are no counters, or nothing."""
+    task = asdict(case)
+    task["arguments"] = {**task["arguments"], "implementation": None, "answers": 0}
+    sections = [word for section in SECTIONS for word in ("--section", section)]
+    command = [ncu, "--clock-control", "none", "--target-processes", "all"]
+    command += ["--kernel-name", OURS, "--launch-skip", "120", "--launch-count", "8", *sections]
+    # counters want plain launches, no graphs
+    flags = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}
+    with path.open("w") as file:
+        file.write(f"{case.name}\n")
+        file.flush()
+        popen = subprocess.Popen(
+            [*command, sys.executable, __file__, "--work"],
+            stdin=subprocess.PIPE, text=True, stdout=file, stderr=subprocess.STDOUT,
+            env=joined(own, flags), start_new_session=True,
+        )  # fmt: skip
+        try:
+            popen.communicate(json.dumps(task) + "\n", timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            return f"not done after {limit_s:.0f} s"
+        finally:  # what it profiles would hold the card
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(popen.pid, signal.SIGKILL)
+            popen.wait()
+    if LOCKED in path.read_text(errors="replace"):
+        return f"the counters are locked ({LOCKED})"
+    return f"ended with {popen.returncode}" if popen.returncode else ""
 
 
 def with_xla(case: Case) -> Case:

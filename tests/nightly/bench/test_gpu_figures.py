@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -40,10 +41,10 @@ def run(out, *arguments):
 def test_the_whole_dry_run(tmp_path):
     """Every case has a result: where there are no kernels from XLA, and its line says so."""
     lines, table = run(tmp_path)
-    last = {line["name"]: line for line in lines}
-    own = [name for name, line in last.items() if "rule" not in line]
-    assert own == [case.name for case in gpu_list.cases(tiny=True)]
     kernels = jax.__version_info__ >= OLDEST_GPU_JAX
+    last = {line["name"]: line for line in lines}
+    own = [name for name, line in last.items() if not {"rule", "counted"} & line.keys()]
+    assert own == [case.name for case in gpu_list.cases(tiny=True)]
     answers = {line["rule"] for line in last.values() if "rule" in line}
     asked = {
         "linear fp8-a16 rows 1",
@@ -132,24 +133,56 @@ def test_the_slowest_beside_the_law_come_first(monkeypatch, tmp_path):
     assert gpu_table.beside_law(lines) == [("y", pytest.approx(2.0)), ("x", pytest.approx(1.0))]
 
 
-def test_the_profiler_counts_what_is_slowest(script, monkeypatch, tmp_path):
-    """A program in its place says what it is asked for."""
+@pytest.fixture
+def profiled(script, monkeypatch, tmp_path):
+    """Counts with a program in the profiler's place: what it has written, and the last line."""
     path = tmp_path / "predicted.json"
     path.write_text('{"linear w4a16 rows 1": 10.0}')
     monkeypatch.setattr(gpu_table, "PREDICTED", path)
-    counter = tmp_path / "ncu"
-    counter.write_text('#!/bin/sh\necho "$@"\necho "$XLA_FLAGS"\ncat\n')
-    counter.chmod(0o755)
-    timed = {"name": "linear w4a16 rows 1", "result": {"seconds": 1e-5}}
+    timed = {"name": "linear w4a16 rows 1", "result": {"seconds": 1e-5}, "target": "", "seconds": 1}
     (tmp_path / "figures.jsonl").write_text(json.dumps(timed) + "\n")
     given = [case for case in gpu_list.cases(tiny=True) if case.part == 1]
     own = {"PATH": os.pathsep.join([str(tmp_path), os.environ["PATH"]])}
-    script.count(given, tmp_path, own, 2 * gpu_list.COUNTERS_S)
-    name, asked, flags, task = (tmp_path / "counters-0.txt").read_text().splitlines()
-    assert name == timed["name"] and asked.endswith("gpu.py --work")
+
+    def count(text=None):
+        if text is not None:
+            (tmp_path / "ncu").write_text(f"#!/bin/sh\n{text}\n")
+            (tmp_path / "ncu").chmod(0o755)
+        script.count(given, tmp_path, own, 2 * gpu_list.COUNTERS_LIMIT_S)
+        assert not (tmp_path / "counters-1.txt").exists()
+        lines = [json.loads(line) for line in (tmp_path / "figures.jsonl").read_text().splitlines()]
+        assert lines[-1]["name"] == "counters of linear w4a16 rows 1"
+        return (tmp_path / "counters-0.txt"), lines
+
+    return count
+
+
+def test_the_profiler_counts_what_is_slowest(profiled):
+    """A program in its place says what it is asked for."""
+    path, lines = profiled('echo "$@"\necho "$XLA_FLAGS"\ncat')
+    name, asked, flags, task = path.read_text().splitlines()
+    assert name == "linear w4a16 rows 1" and asked.endswith("gpu.py --work")
     assert "--clock-control none" in asked and flags == "--xla_gpu_enable_command_buffer="
+    assert "--kernel-name regex:_mosaic --launch-skip 120" in asked
     assert json.loads(task)["arguments"]["answers"] == 0
-    assert not (tmp_path / "counters-1.txt").exists()
+    assert lines[-1]["result"] == {"counters": "counters-0.txt"}
+
+
+def test_the_table_says_why_there_are_no_counters(profiled):
+    table = gpu_table.markdown(profiled("exit 1")[1])
+    assert "| counters of linear w4a16 rows 1 | ended with 1 |" in table
+    table = gpu_table.markdown(profiled("echo ==ERROR== ERR_NVGPUCTRPERM")[1])
+    assert "| counters of linear w4a16 rows 1 | the counters are locked (ERR_NVGPUCTRPERM)" in table
+
+
+def test_what_the_profiler_runs_ends_with_it(script, profiled, monkeypatch, tmp_path):
+    """Where it is late: what it has started would hold the card."""
+    monkeypatch.setattr(script, "COUNTERS_LIMIT_S", 2)
+    path, lines = profiled("sleep 600 &\necho $!\nwait")
+    child = int(path.read_text().splitlines()[1])
+    assert lines[-1]["failed"] == "not done after 2 s"
+    state = Path(f"/proc/{child}/stat")
+    assert not state.exists() or " Z " in state.read_text()
 
 
 def line(name, layers, seconds, **more):

@@ -1,9 +1,9 @@
 """All figures of a GPU, in parts of at most six, six, ten and ten minutes.
 
-    python benchmarks/gpu.py OUT --part 1     kernels, also by other answers to what they ask: right
+    python benchmarks/gpu.py OUT --part 1     ceilings; kernels, also by other answers: right
                                               first, then how fast; counters of the slowest
     python benchmarks/gpu.py OUT --part 2     whole models, batches and contexts, a peer
-    python benchmarks/gpu.py OUT --part 3     races, the other kernels, ceilings, the ladder, peers
+    python benchmarks/gpu.py OUT --part 3     races, other kernels and batches, the ladder, peers
     python benchmarks/gpu.py OUT --part 4     models at 4 and 8 layers, prompts of 4,096
     python benchmarks/gpu.py OUT --only NAME ...   some cases of any part, by their whole names
     python benchmarks/gpu.py OUT --dry-run    every part on the CPU, tiny, to see that it works

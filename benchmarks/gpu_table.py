@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-PREDICTED = Path(__file__).resolve().parents[1] / "tools" / "gpu_tables" / "predicted.json"
-"""Microseconds that the law of the kernels' speed (tools/gpu_speed.py) gives each case."""
+from tools.gpu_speed import predicted_by
+
 FASTER = 0.97
 """Of the rule's time: below it another answer is taken."""
 Figures = dict[str, Any]
@@ -34,7 +32,7 @@ def markdown(lines: list[Figures]) -> str:
         f"| case | {' | '.join(COLUMNS)} |",
         "| --- " * (1 + len(COLUMNS)) + "|",
     ]  # fmt: skip
-    predicted = json.loads(PREDICTED.read_text()) if PREDICTED.exists() else {}
+    predicted = predicted_by(ceilings(last))
     for line in last.values():
         cells = [line.get("failed") or "", *[""] * 7]
         if result := line.get("result"):
@@ -54,10 +52,15 @@ def markdown(lines: list[Figures]) -> str:
     return "\n".join([*table, *slopes(last), *answers(last)]) + "\n"
 
 
+def ceilings(last: dict[str, Figures]) -> Figures | None:
+    """The card's own, where they were read: by these the law of speed predicts."""
+    return last.get("ceilings", {}).get("result")
+
+
 def beside_law(lines: list[Figures]) -> list[tuple[str, float]]:
     """Cases and their times as a share of what the law of speed says, the slowest first."""
-    predicted = json.loads(PREDICTED.read_text()) if PREDICTED.exists() else {}
     last = {line["name"]: line for line in lines}
+    predicted = predicted_by(ceilings(last))
     shares = [
         (name, 1e6 * line["result"]["seconds"] / predicted[name])
         for name, line in last.items()

@@ -22,9 +22,10 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 TABLES = Path(__file__).resolve().parent / "gpu_tables"
-WORK, PREDICTED = TABLES / "work.json", TABLES / "predicted.json"
+WORK = TABLES / "work.json"
 WITHIN = 0.20
 MOST_OVERLAP = 8.0
 MULTIPROCESSORS, CYCLES_PER_S = 132, 1.98e9
@@ -209,14 +210,31 @@ def outside(rows: list[Measured], law: Law) -> list[str]:
     return [row.name for row in rows if abs(row.fitted(law) / row.us - 1) > WITHIN]
 
 
-def predicted(law: Law) -> list[tuple[str, float, float]]:
-    """Microseconds of today's kernels and of what they take to read alone, by what is worst."""
-    rows = []
+def predicted(law: Law, flops_per_s: float = FLOPS_PER_S) -> list[tuple[str, float, float]]:
+    """Microseconds of today's kernels and of what they take to read alone, by what is worst.
+
+    Args:
+        flops_per_s: of another card's tensor cores.
+    """
+    rows, slower = [], FLOPS_PER_S / flops_per_s
     for row in json.loads(WORK.read_text()):
-        works = [Work(**work) for work in row["launches"]]
+        works = [Work(**{**work, "flops": slower * work["flops"]}) for work in row["launches"]]
         read = sum(work.nbytes for work in works) / READ_BYTES_PER_US
         rows.append((row["name"], 1e6 * law.seconds(works, row["others"]), read))
     return sorted(rows, key=lambda row: -row[1] / max(row[2], 1.0))
+
+
+def predicted_by(ceilings: dict[str, Any] | None) -> dict[str, float]:
+    """Microseconds of today's kernels by their names.
+
+    Args:
+        ceilings: as `benchmarks/gpu.py` reads them on a card; None is the card of the fit.
+    """
+    if ceilings is None:
+        return {name: us for name, us, _ in predicted(LAW)}
+    read = 1e3 * ceilings["read_gb_per_s"] / READ_BYTES_PER_US
+    law = replace(LAW, bytes_per_us=read * LAW.bytes_per_us)
+    return {name: us for name, us, _ in predicted(law, ceilings["flops_per_s"]["bfloat16"])}
 
 
 def predictions(rows: list[tuple[str, float, float]]) -> list[str]:
@@ -232,10 +250,7 @@ def main() -> int:
     args = parser.parse_args()
     rows, law = measured(), LAW
     if args.predict:
-        found = predicted(law)
-        sys.stdout.write("\n".join(predictions(found)) + "\n")
-        by_name = {name: round(us, 1) for name, us, _ in sorted(found)}
-        PREDICTED.write_text(json.dumps(by_name, indent=1) + "\n")
+        sys.stdout.write("\n".join(predictions(predicted(law))) + "\n")
         return 0
     if args.fit:
         law = fit(rows, law)

@@ -125,10 +125,8 @@ def test_another_answer_that_is_faster_is_a_line_of_the_table():
     assert "No other answer was faster." in gpu_table.markdown(lines[:1])
 
 
-def test_the_slowest_beside_the_law_come_first(monkeypatch, tmp_path):
-    path = tmp_path / "predicted.json"
-    path.write_text('{"x": 10.0, "y": 10.0}')
-    monkeypatch.setattr(gpu_table, "PREDICTED", path)
+def test_the_slowest_beside_the_law_come_first(monkeypatch):
+    monkeypatch.setattr(gpu_table, "predicted_by", lambda _: {"x": 10.0, "y": 10.0})
     lines = [{"name": n, "result": {"seconds": s}} for n, s in (("x", 1e-5), ("y", 2e-5), ("z", 1))]
     assert gpu_table.beside_law(lines) == [("y", pytest.approx(2.0)), ("x", pytest.approx(1.0))]
 
@@ -136,12 +134,31 @@ def test_the_slowest_beside_the_law_come_first(monkeypatch, tmp_path):
 @pytest.fixture
 def profiled(script, monkeypatch, tmp_path):
     """Counts with a program in the profiler's place: what it has written, and the last line."""
-    path = tmp_path / "predicted.json"
-    path.write_text('{"linear w4a16 rows 1": 10.0}')
-    monkeypatch.setattr(gpu_table, "PREDICTED", path)
+    monkeypatch.setattr(gpu_table, "predicted_by", lambda _: {"linear w4a16 rows 1": 10.0})
     timed = {"name": "linear w4a16 rows 1", "result": {"seconds": 1e-5}, "target": "", "seconds": 1}
     (tmp_path / "figures.jsonl").write_text(json.dumps(timed) + "\n")
     given = [case for case in gpu_list.cases(tiny=True) if case.part == 1]
+def test_a_card_is_judged_by_its_own_ceilings():
+    """One that reads at 0.7 of the H200's rate is as good where it takes 1 / 0.7 of the time."""
+    name, rates = "linear bfloat16 rows 1", {"bfloat16": 773e12}
+    before = gpu_table.beside_law([{"name": name, "result": {"seconds": 36.5e-6}}])
+    ceilings = {"read_gb_per_s": 0.7 * 4164, "flops_per_s": rates}
+    lines = [{"name": "ceilings", "seconds": 1, "target": "", "result": ceilings}]
+    lines.append({"name": name, "seconds": 1, "target": "", "result": {"seconds": 36.5e-6 / 0.7}})
+    ((_, share),) = gpu_table.beside_law(lines)
+    assert share == pytest.approx(before[0][1], rel=0.05) and 0.9 < share < 1.1
+    (row,) = [row for row in gpu_table.markdown(lines).splitlines() if row.startswith(f"| {name}")]
+    assert "| 52.1 |" in row and 1 / 0.7 * 35 < float(row.split("|")[-4]) < 1 / 0.7 * 39
+    half = {"read_gb_per_s": 4164, "flops_per_s": {"bfloat16": 773e12 / 2}}
+    by_name = [gpu_table.predicted_by(each)["linear w8a16 rows 512"] for each in (None, half)]
+    assert 1.3 * by_name[0] < by_name[1] < 2 * by_name[0]
+
+
+def test_the_first_part_reads_the_ceilings_before_all_else():
+    first = next(case for case in gpu_list.cases(tiny=False) if case.part == 1)
+    assert first.job == "ceilings"
+
+
     own = {"PATH": os.pathsep.join([str(tmp_path), os.environ["PATH"]])}
 
     def count(text=None):
@@ -385,7 +402,7 @@ def test_a_process_that_ends_says_its_last_words(began):
 def test_only_names_a_case(tmp_path):
     command = [sys.executable, str(SCRIPT), str(tmp_path), "--only", "nothing"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "none of the cases: linear" in done.stderr
+    assert done.returncode == 2 and "none of the cases: ceilings" in done.stderr
 
 
 @pytest.mark.parametrize("format", ["w8a16", "w4a16", "mxfp4-a16", "fp8-a16"])

@@ -206,11 +206,16 @@ EXACT = ("launches", "besides", "asked", "kernels")
 """What must not be more than in the committed table; instructions may vary by a twentieth."""
 
 
+def faults(name: str, row: Row) -> list[str]:
+    """Lists what must be nothing in the machine code of a kernel or a step, and is not."""
+    return [f"{name}: {row[key]} {what}" for key, what in FAULTS.items() if row[key]]
+
+
 def worse(name: str, row: Row, before: Row | None) -> list[str]:
     """What is wrong with a row, beside the committed one."""
     if "failed" in row:
         return [f"{name}: {row['failed']}"]
-    found = [f"{name}: {row[key]} {what}" for key, what in FAULTS.items() if row[key]]
+    found = faults(name, row)
     if "registers" in row and row["lowering_s"] > LOWERING_S:  # of a kernel, not of a step
         found.append(f"{name}: lowering took {row['lowering_s']} s of processor time")
     if before is None:

@@ -4,7 +4,8 @@ instructions from the machine code, programs and turns from the grid.
     PYTHONPATH=src .venv-gpu-0.11/bin/python tools/gpu_work.py [--only NAME ...]
 
 writes tools/gpu_tables/work.json for `gpu_speed.py --predict`: the kernels of `benchmarks/gpu.py`,
-but experts also by the answers to their questions (`ops/block_sizes.py`) nearest to the rule's.
+but experts also by the answers to their questions (`ops/block_sizes.py`) nearest to the rule's. It
+fails where one of them spills registers, lacks a wait or has serialized products.
 """
 
 from __future__ import annotations
@@ -87,15 +88,20 @@ def _bytes(dtype: Any) -> int:
     return jax.numpy.dtype(dtype).itemsize if "barrier" not in str(dtype).lower() else 8
 
 
-def works(launches: list[Launch], said: str, facts: Callable[[Launch], Facts | None]) -> list[Work]:
+def works(
+    launches: list[Launch],
+    said: str,
+    kernels: list[Facts],
+    facts: Callable[[Launch], Facts | None],
+) -> list[Work]:
     """Each launch with its machine code.
 
     Args:
+        kernels: as `gpu_compile.assembled` reads them from what the assembler said.
         facts: what neither shows of a launch: turns, loads, waits, flops, bytes and, where not the
             whole grid has work, programs; `packs`, turns of a loop before the first load. None is a
             launch that is not timed.
     """
-    kernels, _ = gpu_compile.assembled(said)
     names = [part.split()[0] for part in said.split("//--------------------- .text.")[1:]]
     made = []
     for launch in launches:
@@ -487,12 +493,13 @@ def every() -> list[Case]:
     return [*linears(), *attentions(), *steps(), *mixtures()]
 
 
-def row(case: Case) -> dict[str, Any]:
-    """A case as `gpu_speed` reads it."""
+def row(case: Case) -> tuple[dict[str, Any], list[str]]:
+    """Compiles a case: the row that `gpu_speed` reads, and the faults of its machine code."""
     launches, said, text = recorded(case.function, case.arguments)
-    made = works(launches, said, case.facts)
-    works_of = [asdict(work) for work in made]
-    return {"name": case.name, "launches": works_of, "others": others(text, launches)}
+    kernels, found = gpu_compile.assembled(said)
+    works_of = [asdict(work) for work in works(launches, said, kernels, case.facts)]
+    made = {"name": case.name, "launches": works_of, "others": others(text, launches)}
+    return made, gpu_compile.faults(case.name, found)
 
 
 def main() -> int:
@@ -501,6 +508,7 @@ def main() -> int:
     args = parser.parse_args()
     counts = {case.name: case.arguments.get("answers", 0) for case in listed(tiny=False)}
     kept = {row["name"]: row for row in json.loads(WORK.read_text())} if args.only else {}
+    wrong: list[str] = []
     for case in every():
         if args.only and case.name not in args.only:
             continue
@@ -513,11 +521,13 @@ def main() -> int:
                 name = f"{case.name}: {question.kernel} {' '.join(map(str, sizes))}"
                 with block_sizes.trying({question.key: sizes}):
                     rows.append(row(replace(case, name=name)))
-        for found in rows:
+        for found, faults in rows:
             sys.stderr.write(f"{json.dumps(found)}\n")
             kept[found["name"]] = found
+            wrong += faults
     WORK.write_text(json.dumps(list(kept.values()), indent=1) + "\n")
-    return 0
+    sys.stdout.write("".join(f"WRONG {line}\n" for line in wrong))
+    return bool(wrong)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
 """What the tools say of GPU programs: of machine code, of HLO, of a step's time; and docs/gpu.md's
 tables are the committed ones."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 
+from tests.support.product.snippets import ROOT
 from tools import gpu_estimate, gpu_speed, hlo, sass
 from tools.gpu_speed import Law, Work
 
@@ -136,6 +140,29 @@ def test_launches_at_most():
     text = HLO.replace("BRANCHES", branches)
     assert hlo.launches(text, "decode")["sort"] == 1
     assert hlo.launches(text, "decode", asked=True)["sort"] == 0
+
+
+SPILLING = """
+import sys
+from pathlib import Path
+import gpu_work
+said = "0 bytes stack frame, 8 bytes spill stores\\nUsed 40 registers\\n"
+said += "//--------------------- .text.a_mosaic\\n  /*0010*/  EXIT ;\\n"
+text = "ENTRY %main (x: f32[4]) -> f32[4] {\\n  ROOT %x = f32[4]{0} parameter(0)\\n}\\n"
+gpu_work.recorded = lambda *_: ([], said, text)
+gpu_work.every = lambda: [gpu_work.Case("spills", None, (), lambda _: None)]
+gpu_work.WORK = Path(sys.argv.pop())
+sys.exit(gpu_work.main())
+"""
+
+
+def test_a_kernel_that_spills_is_no_work_of_the_law(tmp_path):
+    """In a process of its own: the module says to dispatch that there is a GPU."""
+    own = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "tools")])}
+    command = [sys.executable, "-c", SPILLING, str(tmp_path / "work.json")]
+    done = subprocess.run(command, env=own, capture_output=True, text=True, check=False)
+    assert "WRONG spills: 8 bytes of registers are spilled" in done.stdout, done.stderr
+    assert done.returncode == 1
 
 
 def test_every_measured_kernel_is_within_the_law():

@@ -84,6 +84,7 @@ def run_job(job: str, arguments: Figures) -> Iterator[Figures]:
         "attention race": gpu_races.attention_race,
         "ceilings": gpu_cases.ceilings,
         "model": gpu_models.model,
+        "mixed": gpu_models.mixed,
         "transformers": gpu_models.transformers,
     }
     found = jobs[job](**arguments)

@@ -18,7 +18,7 @@ after what it is ended."""
 START_S = 8
 """That a process is expected to take before its first case: imports, and the card's context."""
 LOOPS = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL"}
-HAS_XLA = ("linear", "attention", "experts", "model")
+HAS_XLA = ("linear", "attention", "experts", "model", "mixed")
 PEERS = ("transformers", "torch")
 
 
@@ -177,12 +177,19 @@ def _work(tiny: bool) -> tuple[Figures, Figures]:
     return decode, {"prompt_tokens": 4096, "output_tokens": 2, "trials": 5} | short
 
 
-BATCHES = ((8, 1024, None), (32, 4096, None), (64, 1024, None), (32, 4096, "int8"))
-"""Rows, tokens of each one's context, and the type of the KV cache."""
+BATCHES = (
+    *[(2, *each) for each in ((8, 1024, None), (32, 4096, None), (64, 1024, None))],
+    *[(2, *each) for each in ((32, 4096, "int8"), (8, 4096, None))],
+    *[(3, *each) for each in ((64, 4096, None), (32, 1024, None))],
+)
+"""A part, rows, tokens of each one's context, and the type of the KV cache."""
+MIXED_TOKENS = 128
+"""Of rows that decode while other prompts are taken, so that none ends before."""
 
 
 def _engine(tiny: bool) -> list[Case]:
-    """Part 2: whole models of one row, batches and contexts of eight layers, and a peer."""
+    """Part 2: whole models of one row, batches and contexts of eight layers, and a peer. Part 3:
+    more of these, and prompts that come while others decode."""
     decode, _ = _work(tiny)
     found: list[Case] = []
     for model, width, precision, target in FORMATS[1:2] if tiny else FORMATS[1:3]:
@@ -191,14 +198,17 @@ def _engine(tiny: bool) -> list[Case]:
         name = f"decode {model} {width}"
         found.append(Case(name, 2, "model", how, name, seconds, target))
     llama, width, int4, _ = FORMATS[1]
-    for rows, context, kv in BATCHES[3:] if tiny else BATCHES:
-        work = {"batch": rows, "prompt_tokens": context, "output_tokens": 32, "trials": 2}
-        work |= {"batch": 2, "prompt_tokens": 16, "output_tokens": 4} if tiny else {}
-        precision = {**int4, **({"kv_dtype": kv} if kv else {})}
+    how: Figures = {"model": TINY[llama] if tiny else llama, "layers": 2 if tiny else 8}
+    small = {"batch": 2, "prompt_tokens": 16, "output_tokens": 4} if tiny else {}
+    for part, rows, context, kv in BATCHES[3:4] if tiny else BATCHES:
+        work = {"batch": rows, "prompt_tokens": context, "output_tokens": 32, "trials": 2} | small
+        own = {**how, "work": work, "precision": {**int4, **({"kv_dtype": kv} if kv else {})}}
         name = f"{rows} rows of {context} tokens, {width}, {kv or 'bfloat16'} KV, 8 layers"
-        how = {"model": TINY[llama] if tiny else llama, "work": work, "precision": precision}
-        how["layers"] = 2 if tiny else 8
-        found.append(Case(name, 2, "model", how, name, 24, "beside one row"))
+        seconds = 36 if rows * context > 1 << 17 else 24
+        found.append(Case(name, part, "model", own, name, seconds, "beside one row"))
+    work = {"batch": 32, "prompt_tokens": 1024, "output_tokens": MIXED_TOKENS, "trials": 2} | small
+    own, name = {**how, "work": work, "precision": int4}, f"16 rows decode, 16 prompts, {width}"
+    found.append(Case(name, 3, "mixed", own, name, 20, "beside each alone"))
     if importlib.util.find_spec("torch"):
         peer = {"bits": 8, "tiny": tiny, "work": decode, "tunes": False}
         found.append(Case("torch int8, not tuned", 2, "torch", peer, "torch", 45, "we: 1.2x"))

@@ -6,8 +6,10 @@ A preset's own weights are made on the host, which takes longer than all figures
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 Figures = dict[str, Any]
@@ -42,21 +44,67 @@ def model(
         implementation: of every operation, where the kernels failed.
     """
     from rooflax.bench.measure import measure
+
+    with weights_on_device(), prompts_by(chunk) as chunks:
+        row, all_layers = workload(model, work, precision, options, layers, implementation)
+        found = measure(row)
+    found.pop("tokens")
+    return {**found, "prefill_chunk": chunks[-1], "all_layers": all_layers}
+
+
+def workload(
+    model: str,
+    work: Figures,
+    precision: Figures,
+    options: Figures | None,
+    layers: int | None,
+    implementation: str | None,
+) -> tuple[Any, int]:
+    """A row of `rooflax bench`, of a preset with so many layers; and how many the preset has."""
     from rooflax.bench.workload import Workload
     from rooflax.models.presets import PRESETS
     from rooflax.nn.execution import ExecutionOptions, Precision
 
-    with weights_on_device(), prompts_by(chunk) as chunks:
-        shape = PRESETS.get(model, {})
-        if layers is not None:
-            model = f"{model}, {layers} layers"
-            PRESETS[model] = {**shape, "num_hidden_layers": layers}
-        row = Workload(f"preset:{model}", **work, precision=Precision(**precision))
-        named = {"kernels": implementation} if implementation else {}
-        row = replace(row, options=ExecutionOptions(**{**(options or {}), **named}))
-        found = measure(row)
-    found.pop("tokens")
-    return {**found, "prefill_chunk": chunks[-1], "all_layers": shape["num_hidden_layers"]}
+    shape = PRESETS.get(model, {})
+    if layers is not None:
+        model = f"{model}, {layers} layers"
+        PRESETS[model] = {**shape, "num_hidden_layers": layers}
+    row = Workload(f"preset:{model}", **work, precision=Precision(**precision))
+    named = {"kernels": implementation} if implementation else {}
+    row = replace(row, options=ExecutionOptions(**{**(options or {}), **named}))
+    return row, shape.get("num_hidden_layers", 0)
+
+
+def mixed(
+    model: str, work: Figures, precision: Figures, layers: int, implementation: str | None = None
+) -> Figures:
+    """Tokens a second of half of the rows, which decode while the prompts of the others are taken;
+    and tokens of these prompts."""
+    from rooflax.bench.measure import Bench
+
+    with weights_on_device():
+        row, all_layers = workload(model, work, precision, None, layers, implementation)
+        bench = Bench(row)
+    rates: dict[str, list[float]] = {"decode": [], "prefill": []}
+    for trial in range(2 + row.trials):  # two compile
+        sequences = bench._sequences()
+        decoding, coming = sequences[: row.batch // 2], sequences[row.batch // 2 :]
+        bench.engine.add(decoding)
+        while not all(each.output_tokens for each in decoding):
+            bench.engine.step()
+        begin, before = time.perf_counter(), sum(len(each.output_tokens) for each in decoding)
+        bench.engine.add(coming)
+        while not all(each.output_tokens for each in coming):
+            bench.engine.step()
+        took = time.perf_counter() - begin
+        decoded = sum(len(each.output_tokens) for each in decoding) - before
+        while bench.engine.has_unfinished:
+            bench.engine.step()
+        if trial >= 2:
+            rates["decode"].append(decoded / took)
+            rates["prefill"].append(row.prompt_tokens * len(coming) / took)
+    found = {f"{kind}_tok_per_s": {"median": median(each)} for kind, each in rates.items()}
+    return {**found, "batch": row.batch, "all_layers": all_layers}
 
 
 @contextlib.contextmanager

@@ -71,6 +71,8 @@ def test_the_whole_dry_run(tmp_path):
                 result[f"{kind}_{of}"] for kind in ("decode", "prefill") for of in ("mbu", "mfu")
             ]
             assert all(share > 0 for share in shares)
+        if case.job == "mixed":
+            assert all(result[f"{kind}_tok_per_s"]["median"] >= 0 for kind in ("decode", "prefill"))
         if case.job == "model":
             assert result["prefill_chunk"] == case.arguments.get("chunk", result["prefill_chunk"])
     assert last["ceilings"]["result"]["read_gb_per_s"] > 0
@@ -79,6 +81,13 @@ def test_the_whole_dry_run(tmp_path):
     flags = last["command buffers for loops, int4, 4 layers"]["environment"]["xla_flags"]
     assert flags.endswith("+WHILE,+CONDITIONAL")
     assert any((tmp_path / "cache").glob("*-cache"))
+
+
+def test_batches_of_every_size_are_measured_at_both_contexts():
+    cases = [case for case in gpu_list.cases(tiny=False) if case.arguments.get("layers") == 8]
+    works = [case.arguments["work"] for case in cases if case.job == "model"]
+    found = {(work.get("batch", 1), work["prompt_tokens"]) for work in works}
+    assert found >= {(rows, context) for rows in (8, 32, 64) for context in (1024, 4096)}
 
 
 def test_every_kind_of_case_is_in_the_dry_run():
@@ -131,13 +140,6 @@ def test_the_slowest_beside_the_law_come_first(monkeypatch):
     assert gpu_table.beside_law(lines) == [("y", pytest.approx(2.0)), ("x", pytest.approx(1.0))]
 
 
-@pytest.fixture
-def profiled(script, monkeypatch, tmp_path):
-    """Counts with a program in the profiler's place: what it has written, and the last line."""
-    monkeypatch.setattr(gpu_table, "predicted_by", lambda _: {"linear w4a16 rows 1": 10.0})
-    timed = {"name": "linear w4a16 rows 1", "result": {"seconds": 1e-5}, "target": "", "seconds": 1}
-    (tmp_path / "figures.jsonl").write_text(json.dumps(timed) + "\n")
-    given = [case for case in gpu_list.cases(tiny=True) if case.part == 1]
 def test_a_card_is_judged_by_its_own_ceilings():
     """One that reads at 0.7 of the H200's rate is as good where it takes 1 / 0.7 of the time."""
     name, rates = "linear bfloat16 rows 1", {"bfloat16": 773e12}
@@ -159,6 +161,13 @@ def test_the_first_part_reads_the_ceilings_before_all_else():
     assert first.job == "ceilings"
 
 
+@pytest.fixture
+def profiled(script, monkeypatch, tmp_path):
+    """Counts with a program in the profiler's place: what it has written, and the last line."""
+    monkeypatch.setattr(gpu_table, "predicted_by", lambda _: {"linear w4a16 rows 1": 10.0})
+    timed = {"name": "linear w4a16 rows 1", "result": {"seconds": 1e-5}, "target": "", "seconds": 1}
+    (tmp_path / "figures.jsonl").write_text(json.dumps(timed) + "\n")
+    given = [case for case in gpu_list.cases(tiny=True) if case.part == 1]
     own = {"PATH": os.pathsep.join([str(tmp_path), os.environ["PATH"]])}
 
     def count(text=None):

@@ -83,6 +83,7 @@ def run_job(job: str, arguments: Figures) -> Iterator[Figures]:
         "linear race": gpu_races.linear_race,
         "attention race": gpu_races.attention_race,
         "ceilings": gpu_cases.ceilings,
+        "null": gpu_cases.null_kernel,
         "model": gpu_models.model,
         "mixed": gpu_models.mixed,
         "transformers": gpu_models.transformers,

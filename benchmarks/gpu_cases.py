@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -61,7 +61,7 @@ def seconds_each(
     function: Callable[..., Any],
     first: Any,
     *rest: Any,
-    state: tuple[Any, ...] = (),
+    state: Sequence[tuple[Any, ...]] = (),
     times: int = 20,
     chained: int = 8,
     repeats: int = 5,
@@ -70,7 +70,8 @@ def seconds_each(
     there is one more launch, which makes the one wait for the other.
 
     Args:
-        state: what a call writes in place: arguments and results behind the first.
+        state: for calls in turn, what they take and give back behind their first argument and
+            result: what is written in place, or must not lie in the L2 cache from the last call.
         chained: calls of one turn of the loop, whose own launches are then a small part.
     """
     from rooflax.bench.timing import best_of, timed
@@ -79,19 +80,23 @@ def seconds_each(
 
     def many(first: Any, state: Any, rest: Any) -> Any:
         def turn(_: Any, carried: Any) -> Any:
-            total, state = carried
-            for _ in range(chained):
-                found = call(first + (0 * total).astype(first.dtype), *state, *rest)
-                some, state = (found[0], found[1:]) if state else (found, state)
+            total, states = carried
+            for number in range(chained):
+                own = number % len(states) if states else 0
+                given = states[own] if states else ()
+                found = call(first + (0 * total).astype(first.dtype), *given, *rest)
+                if states:
+                    found, states = found[0], [*states[:own], found[1:], *states[own + 1 :]]
                 # all of a result: of one element XLA would compute no more than that
-                total += jax.lax.optimization_barrier(some).ravel()[0].astype(jnp.float32)
-            return total, state
+                total += jax.lax.optimization_barrier(found).ravel()[0].astype(jnp.float32)
+            return total, states
 
         return jax.lax.fori_loop(0, times, turn, (jnp.float32(0), state))[0]
 
     run = jax.jit(many)
-    timed(run, first, state, rest)
-    return best_of(run, first, state, rest, repeats=repeats) / (times * chained)
+    given = first, list(state), rest
+    timed(run, *given)
+    return best_of(run, *given, repeats=repeats) / (times * chained)
 
 
 def with_answers(measure: Callable[[], Figures], count: int) -> Iterator[Figures]:
@@ -259,6 +264,25 @@ def needs_gpu_jax() -> None:
         raise NotImplementedError("GPU kernels need JAX 0.11 or later")
 
 
+UNCACHED_BYTES = 128 << 20
+"""Read between two uses of an array, so that the L2 cache (50 to 60 MB) no longer holds it."""
+
+
+def null_kernel(tiny: bool, implementation: str | None) -> Figures:
+    """Times a kernel that does nothing: the share of launches in the time of each other kernel."""
+    del implementation
+    needs_gpu_jax()
+    from rooflax.ops.mosaic import launch
+
+    def null(*refs: Any) -> None:
+        del refs
+
+    x = jnp.zeros(128, jnp.float32)
+    run = launch(null, jax.ShapeDtypeStruct(x.shape, x.dtype), {"program": 132}, by_lane=True)
+    with as_a_gpu():
+        return {"seconds": seconds_each(run, x, **few(tiny))}
+
+
 def step_case(
     head_dim: int, tiny: bool, implementation: str | None, answers: int = 0
 ) -> Iterator[Figures]:
@@ -293,6 +317,8 @@ def step_case(
     ]
     q = q[0].reshape(rows, -1, head_dim).astype(jnp.float32)
     exact = jax.jit(partial(attention, implementation="reference"))(q, *wanted, sequences, args)
+    turns = 2 if tiny else -(-UNCACHED_BYTES // sum(pool.nbytes for pool in pools))
+    copies = [tuple(map(jnp.copy, pools)) for _ in range(turns)]
 
     def measure() -> Figures:
         attend = partial(attention_step, implementation="pallas")
@@ -305,7 +331,8 @@ def step_case(
         def again(qkv: Any, *rest: Any) -> Any:
             return run(replace(new, qkv=qkv), *rest)
 
-        many = {"state": tuple(pools), **few(tiny)}
+        # so many calls that copying the pools into the loop is little of them
+        many: Any = {"state": copies, "times": 80} | few(tiny)
         return row | {"seconds": seconds_each(again, qkv, sequences, args, **many)}
 
     yield from with_answers(measure, answers)
@@ -344,11 +371,18 @@ def experts_case(
     total = sum(a.nbytes for a in jax.tree.leaves((up, down)))
     read = total * len(set(ids.reshape(-1).tolist())) / count
 
+    # as many pairs of an expert in each call, but of others
+    turns = [((ids + chosen * number) % count,) for number in range(count // chosen)]
+
     def measure() -> Figures:
         mixed = jax.jit(lambda *arrays: run(*arrays, implementation=name))
+
+        def in_turn(x: Any, ids: Any, *rest: Any) -> Any:
+            return mixed(x, ids, *rest), ids
+
         found = mixed(x, ids, shares, *weights)[:some]
         row = compared(found.astype(jnp.float32), wanted, 2**-6)
-        seconds = seconds_each(mixed, x, ids, shares, *weights, **few(tiny))
+        seconds = seconds_each(in_turn, x, shares, *weights, state=turns, **few(tiny))
         return row | {"seconds": seconds, "read_gb_per_s": read / seconds / 1e9}
 
     yield from with_answers(measure, answers)

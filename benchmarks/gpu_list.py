@@ -115,6 +115,7 @@ def _kernels(tiny: bool) -> list[Case]:
 
     if tiny:
         found.append(Case("ceilings", 1, "ceilings", {"tiny": tiny}, "first", 10))
+        found.append(Case("null kernel", 1, "null", {"tiny": tiny}, "first", 2))
         linears("first", 1, "w4a16", "bfloat16", "fp8-a16", answers=1)
         linears("first", 40, "w4a16", answers=1)
         attention("attention", "bfloat16", 64, queries=1, answers=1)
@@ -129,6 +130,7 @@ def _kernels(tiny: bool) -> list[Case]:
         races((64,), ("w4a16", 2))
         return found
     found.append(Case("ceilings", 1, "ceilings", {"tiny": tiny}, "rows", 10))
+    found.append(Case("null kernel", 1, "null", {"tiny": tiny}, "rows", 2))
     linears("rows", 1, "w4a16", "mxfp4-a16", "bfloat16", "w8a16", answers=2)
     linears("rows", 1, "fp8-a16", answers=1)
     linears("rows", 8, "bfloat16", "w4a16", "mxfp4-a16", "w8a16", answers=1)

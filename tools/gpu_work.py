@@ -397,7 +397,7 @@ def steps() -> list[Case]:
         one = Struct((1,), jax.numpy.int32)
         where: Any = Sequences(*[one] * 4, Struct((1, table), jax.numpy.int32), one, 1)  # type: ignore
         given = (new, pool, pool, where, AttentionArgs(0.1, None, sinks))
-        facts = _attention_facts("bfloat16", width, CONTEXT, 0.0)  # pools stay in the L2 cache
+        facts = _attention_facts("bfloat16", width, CONTEXT, 2 * 2.0 * pool.size)
         made.append(Case(f"decode step head {width}", step, given, facts))
     return made
 

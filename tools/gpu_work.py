@@ -198,7 +198,7 @@ def linears() -> list[Case]:
     from rooflax.ops.weights import as_operand, class_of
 
     def multiply(x: Any, w: Any) -> Any:
-        return linear.matmul(LinearArgs(x, as_operand(w).in_stack()[0]))
+        return linear.matmul(LinearArgs(x, as_operand(w).in_stack()[0], dtype=x.dtype))
 
     made = []
     formats = ("w4a16", "bfloat16", "mxfp4-a16", "w8a16", "w8a8", "w8a16-g32", "w4a8", "fp8-a16")

@@ -207,6 +207,19 @@ def test_a_fit_finds_a_constant_again():
     assert gpu_speed.outside(rows, gpu_speed.fit(rows, moved)) == []
 
 
+def test_a_law_of_the_first_run_misses_three_kernels_of_the_second():
+    """As docs/gpu.md says; matmuls and experts are within."""
+    rows = gpu_speed.measured()
+    law, second = gpu_speed.of_first_run(rows), [row for row in rows if row.run == "second"]
+    shares = {row.name: row.fitted(law) / row.us for row in second}
+    assert len(shares) == 19
+    assert {name: shares[name] for name in gpu_speed.outside(second, law)} == {
+        "attention bfloat16 head 128 queries 1": pytest.approx(1.33, abs=0.02),
+        "attention bfloat16 head 64 queries 1 window 128": pytest.approx(1.23, abs=0.03),
+        "decode step head 128": pytest.approx(0.75, abs=0.02),
+    }
+
+
 def table():
     """Six launches a layer and ten besides, two instructions a weight."""
     models = gpu_estimate.MODELS

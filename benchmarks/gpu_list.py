@@ -179,11 +179,10 @@ def _work(tiny: bool) -> tuple[Figures, Figures]:
     return decode, {"prompt_tokens": 4096, "output_tokens": 2, "trials": 5} | short
 
 
-BATCHES = (
-    *[(2, *each) for each in ((8, 1024, None), (32, 4096, None), (64, 1024, None))],
-    *[(2, *each) for each in ((32, 4096, "int8"), (8, 4096, None))],
-    *[(3, *each) for each in ((64, 4096, None), (32, 1024, None))],
-)
+BATCHES: tuple[tuple[int, int, int, str | None], ...] = (
+    (2, 8, 1024, None), (2, 32, 4096, None), (2, 64, 1024, None), (2, 32, 4096, "int8"),
+    (2, 8, 4096, None), (3, 64, 4096, None), (3, 32, 1024, None),
+)  # fmt: skip
 """A part, rows, tokens of each one's context, and the type of the KV cache."""
 MIXED_TOKENS = 128
 """Of rows that decode while other prompts are taken, so that none ends before."""

@@ -83,6 +83,12 @@ def train(folder: Path, seed: int) -> Path:
     return run
 
 
+def read(run: Path) -> list[dict]:
+    """The lines of a run's log that have a reward."""
+    text = (run / "log.jsonl").read_text(encoding="utf-8")
+    return [line for line in map(json.loads, text.splitlines()) if "reward" in line]
+
+
 def draw(runs: list[Path], path: Path) -> None:
     """The rewards of runs over their steps as a picture; needs matplotlib."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -92,8 +98,7 @@ def draw(runs: list[Path], path: Path) -> None:
     FigureCanvasSVG(figure)
     axes = figure.subplots()
     for index, run in enumerate(runs):
-        text = (run / "log.jsonl").read_text(encoding="utf-8")
-        lines = [line for line in map(json.loads, text.splitlines()) if "reward" in line]
+        lines = read(run)
         for key, style in (("loss", {"alpha": 0.4}), ("held_out_loss", {"marker": "o"})):
             points = [(line["step"], line["reward"]) for line in lines if key in line]
             label = f"{run.name}, held out" if key == "held_out_loss" else None
@@ -111,7 +116,13 @@ def main() -> None:
     folder = Path(sys.argv[2])
     write_data(folder)
     if sys.argv[1] == "run":
-        draw([train(folder, seed) for seed in SEEDS], folder / "reward.svg")
+        runs = [train(folder, seed) for seed in SEEDS]
+        draw(runs, folder / "reward.svg")
+        for run in runs:
+            first, *_, last = [line["reward"] for line in read(run) if "held_out_loss" in line]
+            print(f"{run}: held-out reward {first:.2f} to {last:.2f}")
+            if last <= first:
+                raise SystemExit(f"the held-out reward of {run} did not rise")
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def rooflax_step(config: dict[str, Any], args: argparse.Namespace) -> Callable[[
     from rooflax.train.adapters import LoraTraining
     from rooflax.train.config import TrainConfig
     from rooflax.train.data import PackedBatch
-    from rooflax.train.loop import CPU_TOKENS
+    from rooflax.train.loop import tokens_at_once
     from rooflax.train.step import init_state, make_optimizer, make_train_step
 
     settings: dict[str, Any] = {"batch_size": args.batch, "seq_len": args.length}
@@ -64,7 +64,8 @@ def rooflax_step(config: dict[str, Any], args: argparse.Namespace) -> Callable[[
         settings["micro_batches"] = args.micro_batches
     if args.lora:
         settings |= {"fine_tune_type": "lora", "lora_rank": args.lora, "lora_alpha": 2 * args.lora}
-    train = TrainConfig(steps=1000, **settings).resolved(0, CPU_TOKENS)
+    of_few = bool(args.lora) and args.worker != QLORA
+    train = TrainConfig(steps=1000, **settings).resolved(0, tokens_at_once(of_few=of_few))
     if args.worker == QLORA:
         model = LLM(FILE, options=ExecutionOptions(layers="unrolled")).model
     else:

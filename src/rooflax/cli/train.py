@@ -154,7 +154,7 @@ def _train(args: argparse.Namespace, config: TrainConfig, data: DataConfig, out:
             llm = _engine(args, start, max_num_seqs=len(args.sample))
         model = start.model(config.seed) if llm is None else cast("Model", llm.model)
         assert corpora[0] is not None
-        config = resolved(config, corpora[0])
+        config = resolved(config, corpora[0], model)
         size = f"{config.tokens_per_step:,} tokens; the data has {corpora[0].info.num_tokens:,}"
     if args.sample and llm is not None:
         from rooflax.rl.samples import Samples
@@ -294,16 +294,18 @@ def _rollouts(
     """
     from rooflax.rl.rewards import Reward
     from rooflax.rl.rollouts import Rollouts
-    from rooflax.train.loop import tokens_at_once
+    from rooflax.train.loop import adds_up_few, tokens_at_once
 
     reward = Reward(config.reward or "")
     training, held_out, test = split(args, data, parts_of(args, data)).values()
     settings = data_settings(args, data, config.seq_len) | {"config": None}
     note_data(args, data, settings, out, lambda: digest_of(parts_of(args, data)))
-    config = config.resolved(len(training) * config.num_generations, tokens_at_once())
     say_sizes(args, "prompt", training, held_out, test)
     length = min(config.seq_len + 1, start.config.max_position)
     llm = _engine(args, start, max_num_seqs=config.batch_size, max_model_len=length)
+    of_few = adds_up_few(config, cast("Model", llm.model))
+    num_answers = len(training) * config.num_generations
+    config = config.resolved(num_answers, tokens_at_once(of_few=of_few))
     return config, Rollouts(llm, training, held_out, test, reward, config)
 
 

@@ -114,7 +114,8 @@ class TrainConfig:
     seq_len: int = _field(Whole(1), "tokens per row", default=512, metavar="N")
     micro_batches: int | None = _field(
         Whole(1, MOST_ROWS), "micro-batches per step (gradient accumulation)",
-        shown_default="on CPU so many that one has 1,024 tokens or a row, else 1", metavar="N")
+        shown_default="on CPU so many that one has 1,024 tokens or a row, of an adapter of plain "
+        "weights 512, else 1", metavar="N")
     learning_rate: float = _field(
         Number(0, LARGEST, above=True), "peak learning rate, after the warm-up",
         default=NEW["learning_rate"], flags=("--learning-rate", "--lr"), metavar="X")

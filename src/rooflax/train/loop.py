@@ -24,6 +24,7 @@ from rooflax.models.adapters import LowRank, adapted
 from rooflax.models.model import Model
 from rooflax.models.registry import family
 from rooflax.nn.layers import unstack_layers
+from rooflax.ops.weights import packed_format
 from rooflax.processes import check_not_forked
 from rooflax.signals import stop_asked
 from rooflax.train import job
@@ -71,7 +72,8 @@ from rooflax.train.step import (
 )
 
 CPU_TOKENS = 1024
-"""Tokens of a micro-batch on CPU: as fast as more, in less memory."""
+"""Tokens of a micro-batch on CPU: as fast as more, in less memory. An adapter, whose gradients are
+small to add up, takes half of them."""
 SCREEN = 79
 """Characters of a sample's line."""
 Sampler = Callable[[Model], list[tuple[str, str]]]
@@ -223,15 +225,25 @@ def run_training(
         return run.train(progress)
 
 
-def resolved(config: TrainConfig, training: Corpus) -> TrainConfig:
+def resolved(config: TrainConfig, training: Corpus, model: Model) -> TrainConfig:
     """The settings with their length in steps, and their micro-batches."""
     num_rows = 0 if config.epochs is None else rows_of(config)(training, config.seq_len).num_rows
-    return config.resolved(num_rows, tokens_at_once())
+    return config.resolved(num_rows, tokens_at_once(of_few=adds_up_few(config, model)))
 
 
-def tokens_at_once() -> int | None:
+def tokens_at_once(*, of_few: bool = False) -> int | None:
     """Tokens of a micro-batch that is chosen here; None is all."""
-    return CPU_TOKENS if jax.default_backend() == "cpu" else None
+    if jax.default_backend() != "cpu":
+        return None
+    return CPU_TOKENS // 2 if of_few else CPU_TOKENS
+
+
+def adds_up_few(config: TrainConfig, model: Model) -> bool:
+    """Whether micro-batches cost nothing: their gradients are an adapter's, and no weights have few
+    bits, which each micro-batch decodes."""
+    leaves = jax.tree.leaves(model.weights, is_leaf=lambda leaf: packed_format(leaf) is not None)
+    is_plain = all(packed_format(leaf) is None for leaf in leaves)
+    return config.trains_adapter and is_plain
 
 
 def rows_of(config: TrainConfig) -> type[Rows]:
@@ -262,7 +274,7 @@ class _Run:
         check_seq_len(config, model.max_model_len)
         training, held_out = corpora["training"], corpora["held-out"]
         if training is not None:
-            config = resolved(config, training)
+            config = resolved(config, training, model)
             check_ids(model, training, "corpus")
         self.config, self.folder, self.held_out = config, folder, held_out
         self._say, self.rollouts, self.sampler = say, rollouts, sampler

@@ -19,6 +19,7 @@ from rooflax.ops.dispatch import Backend
 from rooflax.ops.kv_pool import as_pool
 
 
+@jax.custom_vjp
 def attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B K S H"],
@@ -26,11 +27,6 @@ def attention(
     dense: Dense,
     args: AttentionArgs,
 ) -> Float[Array, "B T N H"]:
-    return _attention(q, k, v, dense, args)
-
-
-@jax.custom_vjp
-def _attention(q: Array, k: Array, v: Array, dense: Dense, args: AttentionArgs) -> Array:
     rows = q.shape[0]
     paging = Paging(
         block_tables=jnp.arange(rows, dtype=jnp.int32)[:, None],
@@ -42,7 +38,7 @@ def _attention(q: Array, k: Array, v: Array, dense: Dense, args: AttentionArgs) 
 
 
 def _forward(*values: Any) -> tuple[Array, tuple[Any, ...]]:
-    return _attention(*values), values
+    return attention(*values), values
 
 
 def _backward(values: tuple[Any, ...], d_out: Array) -> tuple[Any, ...]:
@@ -51,7 +47,7 @@ def _backward(values: tuple[Any, ...], d_out: Array) -> tuple[Any, ...]:
     return pull(d_out)
 
 
-_attention.defvjp(_forward, _backward)
+attention.defvjp(_forward, _backward)
 
 
 def unsupported(q: Array, k: Array, v: Array, dense: Dense, args: AttentionArgs) -> str | None:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import gc
 import importlib.util
+import json
 import logging
 import os
 import signal
@@ -49,6 +50,7 @@ def add_flags(parser: Parser) -> None:
         "generation_config",
     ):
         flags.add_field(parser, flags.SETTINGS[name])
+    _add_lora_flags_of_vllm(parser)
     flags.add_max_model_len(parser)
     flags.add_precision(parser)
     flags.add_weights_budget(parser)
@@ -56,6 +58,18 @@ def add_flags(parser: Parser) -> None:
     flags.add_speculation(parser)
     flags.add_device(parser, mesh=True, hosts=True)
     flags.add_output(parser, json=False)
+
+
+def _add_lora_flags_of_vllm(parser: Parser) -> None:
+    group = parser.group(flags.SETTINGS["loras"].group)
+    group.add_argument(
+        "--lora-modules", dest="loras", nargs="+", action="extend", default=[], metavar="NAME=DIR",
+        help="as --lora, several at once, each NAME=DIR or JSON with name and path",
+    )  # fmt: skip
+    group.add_argument(
+        "--enable-lora", action="store_true",
+        help="room for an adapter, though none is given: --max-loras 1 unless it is said",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,6 +84,9 @@ def run(args: argparse.Namespace) -> int:
     template = _template(args.chat_template)
     settings = settings_of(args)
     args.model = args.model or CHAT_NAME
+    args.loras = [lora_named(one) for one in args.loras]
+    if args.enable_lora and not args.loras and args.max_loras is None:
+        args.max_loras = 1
     for name in (lora.partition("=")[0] for lora in args.loras):
         if name in (settings.served_names or (args.model,)):
             raise RequestError(f"--lora {name} has the name of the model; give another.")
@@ -176,6 +193,28 @@ def take_variables(args: argparse.Namespace) -> None:
             except argparse.ArgumentTypeError as error:
                 raise RequestError(f"{name}: {error}.") from None
         setattr(args, action.dest, value)
+
+
+def lora_named(text: str) -> str:
+    """An adapter of --lora-modules as NAME=DIR: it is that, or JSON with name and path.
+
+    Raises:
+        RequestError: it is JSON of something else.
+    """
+    if not text.startswith("{"):
+        return text
+    try:
+        stated = json.loads(text)
+    except (ValueError, RecursionError):
+        raise RequestError(f"--lora-modules has {text[:80]}, which is no JSON.") from None
+    if others := sorted(stated.keys() - {"name", "path"}):
+        raise RequestError(f"--lora-modules has {others[0][:80]!r}; it takes name and path.")
+    name, path = stated.get("name"), stated.get("path")
+    if not (isinstance(name, str) and isinstance(path, str)) or "=" in name:
+        raise RequestError(
+            f"--lora-modules has {text[:80]}; name and path must be strings, name without =."
+        )
+    return f"{name}={path}"
 
 
 def settings_of(args: argparse.Namespace) -> Settings:

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 OF_ANSWERS = (
     "chat_template", "unknown_fields", "reasoning_field", "tells_tokenizer", "lora_root",
     "max_waiting", "max_per_key", "request_s", "stall_s", "stays", "loras",
-    "max_loras", "max_lora_rank", "max_tokens_per_step", "generation_config", "speculate",
-    "num_draft_tokens", "mesh", "weights_budget", "coordinator", "num_processes", "process_id",
+    "max_loras", "max_lora_rank", "enable_lora", "max_tokens_per_step", "generation_config",
+    "speculate", "num_draft_tokens", "mesh", "weights_budget", "coordinator", "num_processes",
+    "process_id",
 )  # fmt: skip
 """Flags that mean nothing here."""
 

@@ -96,8 +96,7 @@ class ServingSettings(EngineSettings, total=False):
         shown_default="enough for all, or what half of the free memory holds")]
     loras: Annotated[Sequence[str], _finding(
         Several(Text()), "a LoRA adapter that requests choose by NAME as their model: PEFT's "
-        "folder or a .gguf file", default=(), flags=("--lora", "--lora-modules"),
-        metavar="NAME=DIR")]
+        "folder or a .gguf file", default=(), flags=("--lora",), metavar="NAME=DIR")]
     max_loras: Annotated[int | None, _finding(
         Whole(1, 64), "most adapters; without --lora, of all linear layers",
         shown_default="as many as are given", metavar="N")]

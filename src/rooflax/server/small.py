@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
@@ -14,7 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from rooflax import __version__
 from rooflax.engine.sampling_params import SamplingParams
-from rooflax.errors import RequestError, UnsupportedModelError
+from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
 from rooflax.fields.sampling import OF_CHECKPOINT, SAMPLING
 from rooflax.server.answers import Json
 from rooflax.server.call_formats import HARMONY
@@ -138,12 +139,12 @@ async def load_lora(service: Service, request: Request, body: Any) -> Response:
         )
     try:
         await service.ready().load_lora(name, folder)
-    except UnsupportedModelError as error:
-        raise ApiError(str(error), param="lora_path") from None
-    except RequestError as error:
-        if error.param != "max_loras":
-            raise
-        raise ApiError(str(error), status=409, code="no_free_slot") from None
+    except (RequestError, CheckpointError, UnsupportedModelError) as error:
+        param = error.param if isinstance(error, RequestError) else "lora_path"
+        if param == "max_loras":
+            raise ApiError(str(error), status=409, code="no_free_slot") from None
+        said = str(error).replace(f"{root}{os.sep}", "")  # where the folder lies is the server's
+        raise ApiError(said, param=param) from None
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 

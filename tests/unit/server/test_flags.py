@@ -35,7 +35,8 @@ FLAGS = FINDING | CHECK | LENGTH | PRECISION | QUANTIZE | BUDGET | LAYERS | DRAF
     "--max-num-batched-tokens": ["64"], "--request-timeout": ["5"], "--drain-timeout": ["5"],
     "--watchdog": ["5"], "--stay": [], "--tokenizer-info": [],
     "--max-inflight-per-key": ["3"], "--max-body-bytes": ["1000"],
-    "--lora": ["x=DIR"], "--max-loras": ["2"], "--max-lora-rank": ["4"],
+    "--lora": ["x=DIR"], "--lora-modules": ["x=DIR", '{"name": "y", "path": "DIR"}'],
+    "--enable-lora": [], "--max-loras": ["2"], "--max-lora-rank": ["4"],
     "--allow-lora-loading": (["KEYS"], "--allow-lora-loading names KEYS, which is no folder"),
     "--train": None,  # another server: tests/engine/server/test_training.py
 } | PROCESSES  # fmt: skip
@@ -142,6 +143,32 @@ def test_adapters_that_requests_load_need_slots(observe):
     code, err, *_ = observe(TINY, "--allow-lora-loading", ".")
     assert code == 2 and "--allow-lora-loading needs slots for adapters; give --max-loras." in err
     assert observe(TINY, "--allow-lora-loading", ".", "--max-loras", "2")[0] == 0
+
+
+def test_adapters_as_vllm_names_them(observe):
+    one = '{"path": "DIR", "name": "x"}'
+    given = observe(TINY, "--lora", "z=DIR", "--lora-modules", one, "y=DIR", "--lora", "w=DIR")
+    assert given[0] == 0 and "['z=DIR', 'x=DIR', 'y=DIR', 'w=DIR']" in given[2]
+    assert "'max_loras': None" in given[2]
+    assert "'max_loras': 1" in observe(TINY, "--enable-lora")[2]
+    assert "'max_loras': 3" in observe(TINY, "--enable-lora", "--max-loras", "3")[2]
+    assert "'max_loras': None" in observe(TINY, "--enable-lora", "--lora", "x=DIR")[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "{, which is no JSON"),
+        ("{" * 9999, ", which is no JSON"),
+        ('{"name": "x"}', "; name and path must be strings, name without ="),
+        ('{"name": "x=y", "path": "z"}', "; name and path must be strings, name without ="),
+        ('{"name": 1, "path": "z"}', "; name and path must be strings, name without ="),
+        ('{"name": "x", "path": "y", "base_model_name": "z"}', "'base_model_name'; it takes name"),
+    ],
+)
+def test_adapters_that_json_does_not_name(observe, text, said):
+    code, err, asked, _ = observe(TINY, "--lora-modules", text)
+    assert code == 2 and "--lora-modules has " in err and said in err and asked == "[]"
 
 
 @pytest.mark.parametrize("flag", ["--max-num-seqs", "--max-num-batched-tokens", "--max-model-len"])

@@ -29,7 +29,8 @@ struct BlockWide {
 };
 
 // Activations in float32: sums in the order of k, whatever the number of rows.
-void BlocksTimesFloats(const PackedArgs& a) {
+template <>
+void PackedCode<BlockWide>(const PackedArgs& a) {
   if (a.rows > 1) return WideMany<BlockWide>(a);
   for (int64_t panel = a.begin; panel < a.end; ++panel) WideTile<BlockWide>::Run<1, 1>(a, 0, panel, 1, Further{});
 }
@@ -57,17 +58,27 @@ void Bytes(const PackedArgs& a) {
 }
 
 #if !defined(ROOFLAX_VNNI)
-void Packed(const PackedArgs& a) {
-  switch (a.code) {
-    case Code::kInt8: return PackedCode<ByteWide<Int8Byte>>(a);
-    case Code::kFp8: return PackedCode<ByteWide<Fp8Byte>>(a);
-    case Code::kInt8Groups: return PackedCode<Int8GroupWide>(a);
-    case Code::kInt4: return PackedCode<NibbleWide<Int4Group>>(a);
-    case Code::kMxfp4: return PackedCode<NibbleWide<Mxfp4Group>>(a);
-    case Code::kFp8Groups: return PackedCode<Fp8GroupWide>(a);
-    case Code::kNf4: return PackedCode<FloatNibbleWide<Nf4>>(a);
-    case Code::kNvfp4: return PackedCode<FloatNibbleWide<Nvfp4>>(a);
-    default: return BlocksTimesFloats(a);
+// What `use` makes of what widens a code.
+template <typename Use>
+void WithWide(Code code, Use use) {
+  switch (code) {
+    case Code::kInt8: return use(ByteWide<Int8Byte>{});
+    case Code::kFp8: return use(ByteWide<Fp8Byte>{});
+    case Code::kInt8Groups: return use(Int8GroupWide{});
+    case Code::kInt4: return use(NibbleWide<Int4Group>{});
+    case Code::kMxfp4: return use(NibbleWide<Mxfp4Group>{});
+    case Code::kFp8Groups: return use(Fp8GroupWide{});
+    case Code::kNf4: return use(FloatNibbleWide<Nf4>{});
+    case Code::kNvfp4: return use(FloatNibbleWide<Nvfp4>{});
+    default: return use(BlockWide{});
   }
+}
+
+void Packed(const PackedArgs& a) {
+  WithWide(a.code, [&](auto wide) { PackedCode<decltype(wide)>(a); });
+}
+
+void Numbers(const PackedArgs& a) {
+  WithWide(a.code, [&](auto wide) { NumbersOf<decltype(wide)>(a); });
 }
 #endif

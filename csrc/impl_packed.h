@@ -609,3 +609,26 @@ void PackedCode(const PackedArgs& a) {
   if (a.rows <= kPanelRows) return FewRows<WideTile<Wide>>(a, 0, a.rows, a.begin, a.end, Further{});
   WideMany<Wide>(a);
 }
+
+// The weights themselves, [inner, outer]. Panels are taken a few at a time, so that what is written lies together.
+template <typename Wide>
+void NumbersOf(const PackedArgs& a) {
+  constexpr int64_t kTogether = 8;
+  const int64_t groups = (a.stride + kGroup - 1) / kGroup;
+  for (int64_t first = a.begin; first < a.end; first += kTogether) {
+    const int64_t last = std::min(first + kTogether, a.end);
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t quads = std::min<int64_t>(8, a.stride / 4 - g * 8), count = std::min(kGroup, a.inner - g * kGroup);
+      for (int64_t panel = first; panel < last; ++panel) {
+        F16 w[kGroup];
+        Wide::Widen(a, panel * groups + g, GroupAt<Wide>(a, panel, g), quads, w);
+        float* to = static_cast<float*>(a.out.y) + g * kGroup * a.out.outer + panel * kPanel;
+        const int64_t lanes = std::min(kPanel, a.out.outer - panel * kPanel);
+        const F16 scale = Wide::kGrouped ? Broadcast(1.0f) : OutputScale(a, panel);
+        for (int64_t k = 0; k < count; ++k) {
+          StoreSome(to + k * a.out.outer, Wide::kGrouped ? w[k] : w[k] * scale, lanes);
+        }
+      }
+    }
+  }
+}

@@ -347,6 +347,7 @@ struct Kernels {
   void (*widen)(const uint16_t* x, float* out, int64_t count);  // bfloat16 as float32
   void (*bytes)(const PackedArgs&);  // activations in bytes; not kFp8
   void (*packed)(const PackedArgs&);  // activations in float32
+  void (*numbers)(const PackedArgs&);  // no activations: out.y is what w stands for, float32 [inner, out.outer]
   void (*attend)(const AttendArgs&);
   // Where it is not null: queries of bfloat16, pools of bfloat16, head_dim a multiple of kTermBlock.
   void (*attend_halves)(const AttendArgs&);
@@ -381,6 +382,13 @@ struct TileKernels {
   void (*attend_halves)(const AttendArgs&);
 };
 
+// What products of pairs of bfloat16 (dpbf16ps of AVX512-BF16) do, of rows that are bfloat16; for the rest there are
+// the kernels of avx512 or avx512_far.
+struct PairKernels {
+  void (*split)(const SplitArgs&);
+  void (*pairs)(const MatmulArgs&);
+};
+
 // What products of bytes in 32 bits (dpbusd of AVX-VNNI) do beside AVX2; for the rest there are its kernels.
 struct ByteKernels {
   int32_t row_offset;
@@ -405,6 +413,7 @@ namespace avx2 { extern const Kernels kKernels; }
 namespace avx2_vnni { extern const ByteKernels kBytes; }
 namespace avx512 { extern const Kernels kKernels; }
 namespace avx512_far { extern const Kernels kKernels; }
+namespace avx512_bf16 { extern const PairKernels kPairs; }
 namespace amx { extern const TileKernels kTiles; }
 namespace neon_dotprod { extern const Kernels kKernels; }
 namespace neon_i8mm { extern const Kernels kKernels; }

@@ -1,6 +1,7 @@
 // The kernels' code, compiled once per instruction set: the including file names ROOFLAX_ISA,
-// and with AVX-512 ROOFLAX_STREAMS, the places that a thread reads from at once. ROOFLAX_TILES and
-// ROOFLAX_VNNI are the kernels by AMX's tiles and by AVX-VNNI's products of bytes alone.
+// and with AVX-512 ROOFLAX_STREAMS, the places that a thread reads from at once. ROOFLAX_TILES,
+// ROOFLAX_DOTS and ROOFLAX_VNNI are the kernels by AMX's tiles, by AVX512-BF16's products of pairs and by AVX-VNNI's
+// products of bytes alone.
 //
 // Vectors have sixteen lanes everywhere; a narrower machine gets them in pieces. What differs between
 // instruction sets is what has an instruction of its own, as products of bytes and table look-ups,
@@ -29,10 +30,14 @@ namespace {
 #include "impl_wide.h"
 #include "impl_vectors.h"
 #include "impl_output.h"
-#if defined(ROOFLAX_TILES)
+#if defined(ROOFLAX_DOTS)
+#include "impl_terms.h"
+#include "impl_dots.h"
+#elif defined(ROOFLAX_TILES)
 #include "impl_many.h"
 #include "impl_packed.h"
 #include "impl_blocks.h"
+#include "impl_terms.h"
 #include "impl_tiles.h"
 #include "impl_tiled_matrix.h"
 #include "impl_attention_tiles.h"
@@ -63,7 +68,9 @@ namespace {
 
 }  // namespace
 
-#if defined(ROOFLAX_TILES)
+#if defined(ROOFLAX_DOTS)
+const PairKernels kPairs = {SplitTerms, PairsByDots};
+#elif defined(ROOFLAX_TILES)
 const TileKernels kTiles = {SplitTerms, PairsByTiles, UnembedByTiles, BytesByTiles, AttendByTiles};
 #elif defined(ROOFLAX_VNNI)
 const ByteKernels kBytes = {kRowOffset, QuantizeRow, QuantizeGroups, Bytes};
@@ -73,10 +80,10 @@ const Kernels kKernels = {ROOFLAX_ISA_NAME, kTileRows,   false,              kRo
                           MatmulPart,       AddParts,    Pairs,              Unembed,
                           RunBefore,        Rotate,      QuantizeRow,        QuantizeGroups,
                           Narrow,           Widen,       Bytes,              Packed,
-                          Attend,           nullptr,     Whole,              WholeBackward,
-                          Argmax,           Above,       ExpTotal,           ExpEach,
-                          SumsAbove,        Draw,        kColumnsAtOnce,     Delta,
-                          Shrink,           Expand};
+                          Numbers,          Attend,      nullptr,            Whole,
+                          WholeBackward,    Argmax,      Above,              ExpTotal,
+                          ExpEach,          SumsAbove,   Draw,               kColumnsAtOnce,
+                          Delta,            Shrink,      Expand};
 #endif
 
 }  // namespace ROOFLAX_ISA

@@ -42,10 +42,13 @@ constexpr std::pair<const char*, Code> kBlockTypes[] = {
     {"fp8-g32", Code::kFp8Groups}, {"nf4", Code::kNf4},
     {"nvfp4", Code::kNvfp4}};
 
-struct Inputs {
-  ffi::AnyBuffer x;
+struct Weights {
   ffi::AnyBuffer w, w_scale;
   ffi::Buffer<ffi::S32> w_sum;
+};
+
+struct Inputs : Weights {
+  ffi::AnyBuffer x;
   F32 bias;
   ffi::AnyBuffer residual;
   F32 norm_weight, norm_bias;
@@ -97,8 +100,18 @@ bool HaveSameBits(const Kernels& a, const Kernels& b, Layout layout, bool form) 
   if (&a == &b) return true;
   if (is_generic(a) || is_generic(b)) return false;
   if (layout == Layout::kMatrix) return a.short_row == b.short_row;
-  const bool splits = (layout == Layout::kTable || layout == Layout::kPairs) && form;
+  const bool splits = (layout == Layout::kPairs || (layout == Layout::kTable && (a.tiled || b.tiled))) && form;
   return !splits || a.split == b.split;
+}
+
+// Whether one kernel does a matmul's work in both.
+bool IsSameWork(const Kernels& a, const Kernels& b, const Matmul& p) {
+  switch (p.layout) {
+    case Layout::kMatrix: return a.matmul == b.matmul;
+    case Layout::kTable: return a.unembed == b.unembed;
+    case Layout::kPairs: return a.pairs == b.pairs;
+    default: return p.bytes ? a.bytes == b.bytes : a.packed == b.packed;
+  }
 }
 
 const Kernels& KernelsFor(const Matmul& p, int64_t rows) {
@@ -115,7 +128,7 @@ bool Fits(bool condition, const char*& why, const char* reason) {
 }
 
 // Scales of groups, and what they are shared by.
-void SetGroupScales(const Inputs& in, int64_t panels, Matmul& p, const char*& why) {
+void SetGroupScales(const Weights& in, int64_t panels, Matmul& p, const char*& why) {
   const auto type = in.w_scale.element_type();
   const auto count = static_cast<int64_t>(in.w_scale.element_count());
   const bool block = p.block.bits != 0;
@@ -144,7 +157,7 @@ void SetGroupScales(const Inputs& in, int64_t panels, Matmul& p, const char*& wh
 }
 
 // Sizes of the packed layouts.
-void SetPacked(const Inputs& in, int64_t axis, Matmul& p, const char*& why) {
+void SetPacked(const Weights& in, int64_t axis, Matmul& p, const char*& why) {
   const auto dims = in.w.dimensions();
   p.block = TraitsOf(CodeOf(p.layout));
   const bool nibbles = IsNibbles(CodeOf(p.layout));
@@ -207,7 +220,8 @@ void SetPlain(const Inputs& in, int64_t axis, Matmul& p, const char*& why) {
     p.unit = table ? 48 : 32;
     p.least = table ? 48 : 64;
   }
-  const bool terms = (table || pairs) && halves && kernels.split != nullptr;
+  // Three terms pay by tiles alone, as does a table.
+  const bool terms = halves && (kernels.tiled ? table || pairs : pairs && p.narrow && kernels.split != nullptr);
   p.num_terms = !terms ? 0 : p.narrow ? 1 : kMostTerms;
 }
 
@@ -494,11 +508,22 @@ Output OutputOf(const Inputs& in, const Matmul& p, const Run& run, char* y) {
   return {y + skipped, bias, residual, p.outer, p.half_sums};
 }
 
+// What is known of packed weights without their rows.
+PackedArgs PackedOf(const Weights& in, const Matmul& p, int64_t member) {
+  PackedArgs args{};
+  args.code = CodeOf(p.layout);
+  args.w = static_cast<const uint8_t*>(in.w.untyped_data()) + member * p.w_bytes;
+  args.w_scale = static_cast<const char*>(in.w_scale.untyped_data()) + member * p.scale_bytes;
+  args.stride = p.stride;
+  args.inner = p.inner;
+  args.super_groups = p.super_groups;
+  return args;
+}
+
 // Columns or panels [begin, end) of one run's matmul.
 void Multiply(const Inputs& in, const Matmul& p, const Prepared& rows, const Run& run, char* y,
               int64_t begin, int64_t end) {
   const Kernels& kernels = *p.kernels;
-  const auto* w = static_cast<const uint8_t*>(in.w.untyped_data()) + run.member * p.w_bytes;
   const Output out = OutputOf(in, p, run, y);
   const int64_t count = run.end - run.begin;
   if (!p.IsPacked()) {
@@ -509,21 +534,15 @@ void Multiply(const Inputs& in, const Matmul& p, const Prepared& rows, const Run
   }
   const float* wide = rows.wide.empty() ? static_cast<const float*>(in.x.untyped_data()) : rows.wide.data();
   wide += run.begin * p.inner;
-  PackedArgs args{};
-  args.code = CodeOf(p.layout);
-  args.w = w;
-  args.w_scale = static_cast<const char*>(in.w_scale.untyped_data()) + run.member * p.scale_bytes;
+  PackedArgs args = PackedOf(in, p, run.member);
   if (p.layout == Layout::kInt8) {
     args.w_sum = in.w_sum.typed_data() + run.member * p.units * kPanel;
   }
   args.out = out;
   args.rows = count;
-  args.stride = p.stride;
-  args.inner = p.inner;
   args.begin = begin;
   args.end = end;
   args.x = wide;
-  args.super_groups = p.super_groups;
   if (!p.bytes) return kernels.packed(args);
   const int64_t scales = p.layout == Layout::kInt8 ? 1 : p.groups;
   args.planes = p.planes;
@@ -655,8 +674,7 @@ ffi::Error Call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::A
     return Reject("matmul: attributes");
   }
   if (!SetBefore(before, gated, eps, alpha, limit, product.before)) return Reject("matmul: what comes before");
-  const Inputs in{x, w, w_scale, w_sum, bias, residual, norm_weight, norm_bias, select,
-                  num_rows};
+  const Inputs in{{w, w_scale, w_sum}, x, bias, residual, norm_weight, norm_bias, select, num_rows};
   product.layout = static_cast<Layout>(layout);
   product.bytes = static_cast<Bytes>(bytes) != Bytes::kNone;
   product.rotated = static_cast<Bytes>(bytes) == Bytes::kRotated;
@@ -667,6 +685,43 @@ ffi::Error Call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::A
   }
   TheComputed().matmul_rows.fetch_add(product.rows, std::memory_order_relaxed);
   if (product.rows > 0) Compute(pool, in, product, static_cast<char*>(y->untyped_data()));
+  return ffi::Error::Success();
+}
+
+// y [inner, outer] is what packed weights, or the selected of a stack of them, stand for. `after` is not read: the call
+// waits for it.
+ffi::Error Numbers(ffi::ThreadPool pool, ffi::AnyBuffer w, ffi::AnyBuffer w_scale, ffi::Buffer<ffi::S32> w_sum,
+                   ffi::Buffer<ffi::S32> select, F32, ffi::Result<F32> y, int64_t layout) {
+  Matmul p{};
+  p.layout = static_cast<Layout>(layout);
+  p.planes = 1;
+  const auto selected = static_cast<int64_t>(select.element_count());
+  if (layout < 0 || layout >= kLayoutNumbers || !p.IsPacked()) return Reject("numbers: attributes");
+  if (Rank(*y) != 2 || selected > 1 || Rank(w) < 1) return Reject("numbers: shapes");
+  p.inner = Dim(*y, 0);
+  p.outer = Dim(*y, 1);
+  p.stack = selected == 0 ? 1 : Dim(w, 0);
+  const int64_t member = selected == 0 ? 0 : select.typed_data()[0];
+  if (member < 0 || member >= p.stack) return Reject("numbers: an index outside the stack of w");
+  const Weights in{w, w_scale, w_sum};
+  const char* why = nullptr;
+  SetPacked(in, selected, p, why);
+  if (why != nullptr) return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string("rooflax numbers: ") + why);
+  p.w_bytes = static_cast<int64_t>(w.size_bytes()) / p.stack;
+  p.scale_bytes = static_cast<int64_t>(w_scale.size_bytes()) / p.stack;
+  const PackedArgs all = PackedOf(in, p, member);
+  const Kernels& kernels = ChosenKernels();
+  constexpr int64_t kPiece = 8;  // panels
+  ParallelFor(
+      (p.units + kPiece - 1) / kPiece, ThreadsFor(pool, p.inner * p.outer),
+      [&](auto task) { pool.Schedule(std::move(task)); },
+      [&](int64_t piece) {
+        PackedArgs args = all;
+        args.out = {y->typed_data(), nullptr, nullptr, p.outer};
+        args.begin = piece * kPiece;
+        args.end = std::min(p.units, args.begin + kPiece);
+        kernels.numbers(args);
+      });
   return ffi::Error::Success();
 }
 
@@ -717,6 +772,11 @@ ROOFLAX_HANDLER(rooflax_matmul, Call,
                     .Attr<int64_t>("before").Attr<int64_t>("gated").Attr<float>("eps").Attr<float>("alpha")
                     .Attr<float>("limit"));
 
+ROOFLAX_HANDLER(rooflax_numbers, Numbers,
+                ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>()
+                    .Arg<ffi::Buffer<ffi::S32>>().Arg<ffi::Buffer<ffi::S32>>().Arg<F32>().Ret<F32>()
+                    .Attr<int64_t>("layout"));
+
 }  // namespace rooflax
 
 // Each 64 of x rotated.
@@ -759,8 +819,9 @@ __attribute__((visibility("default"))) double rooflax_time_matmul(const char* va
       weights.emplace_back(array->data + piece * array->bytes, *type, array->dims, array->rank);
     }
     const ffi::AnyBuffer floats(&no_floats.buffer);
-    const Inputs in{ffi::AnyBuffer(&given.buffer), ffi::AnyBuffer(&weights[0].buffer), ffi::AnyBuffer(&weights[1].buffer),
-                    ffi::Buffer<ffi::S32>(&weights[2].buffer), F32(&no_floats.buffer), floats,
+    const Inputs in{{ffi::AnyBuffer(&weights[0].buffer), ffi::AnyBuffer(&weights[1].buffer),
+                     ffi::Buffer<ffi::S32>(&weights[2].buffer)},
+                    ffi::AnyBuffer(&given.buffer), F32(&no_floats.buffer), floats,
                     F32(&no_floats.buffer), F32(&no_floats.buffer), ffi::Buffer<ffi::S32>(&no_numbers.buffer),
                     ffi::Buffer<ffi::S32>(&no_numbers.buffer)};
     Matmul product{};
@@ -772,6 +833,7 @@ __attribute__((visibility("default"))) double rooflax_time_matmul(const char* va
     const bool form = product.IsPacked() ? product.bytes : product.width == Width::kBfloat16;
     const Kernels& own = DefaultKernels();
     if (!HaveSameBits(*kernels, own, product.layout, form)) return -1;
+    if (kernels != &own && IsSameWork(*kernels, own, product)) return -1;
     const bool by_tiles = product.IsPacked() && product.bytes && IsTiled(own, CodeOf(product.layout), rows);
     if (own.tiled && !by_tiles && std::strcmp(variant, "avx512-far") == 0) return -1;
     const auto start = std::chrono::steady_clock::now();

@@ -139,7 +139,7 @@ void TestPairs(int64_t rows, int64_t inner, int64_t outer, int64_t num_terms) {
   const auto run = [&](int64_t first, int64_t count, void* y, bool halves) {
     const std::vector<float> own(x.begin() + first * inner, x.begin() + (first + count) * inner);
     std::vector<uint16_t> terms;
-    if (kernels.split != nullptr) terms = Terms(own, count, inner, num_terms, false);
+    if (kernels.tiled || (kernels.split != nullptr && num_terms == 1)) terms = Terms(own, count, inner, num_terms, false);
     const int64_t skipped = first * outer;
     const void* added = halves ? static_cast<const void*>(half_residual.data() + skipped) : residual.data() + skipped;
     rooflax::MatmulArgs args{};
@@ -196,7 +196,7 @@ void TestMatmul(int64_t rows, int64_t inner, int64_t outer, bool narrow, int64_t
     kernels.order_inputs(x.data() + m * inner, inner, ordered.data() + m * inner);
   }
   std::vector<uint16_t> table_terms;
-  if (narrow && kernels.split != nullptr) table_terms = Terms(x, rows, inner, num_terms, true);
+  if (narrow && kernels.tiled) table_terms = Terms(x, rows, inner, num_terms, true);
   const int64_t piece = outer < 200 ? 32 : outer;  // a wide matrix as a whole
   Share((outer + piece - 1) / piece, [&](int64_t i) {
     const int64_t end = std::min(outer, (i + 1) * piece);
@@ -334,6 +334,26 @@ Number BlockNumber(Code code, const std::vector<uint8_t>& w, const Scales& scale
 
 float PartScale(Code code, int64_t k) { return code == Code::kNvfp4 && k % kGroup >= 16 ? 0.5f : 0.25f; }
 
+// What packed weights stand for, from a panel on and before it.
+void TestNumbers(rooflax::PackedArgs args, const std::vector<Number>& wanted, int64_t panels) {
+  const int64_t inner = args.inner, outer = args.out.outer;
+  std::vector<float> found(static_cast<size_t>(inner * outer));
+  args.out.y = found.data();
+  Share(2, [&](int64_t i) {
+    rooflax::PackedArgs mine = args;
+    mine.begin = i * (panels - 1);
+    mine.end = panels - 1 + i;
+    rooflax::ChosenKernels().numbers(mine);
+  });
+  for (int64_t k = 0; k < inner; ++k) {
+    for (int64_t n = 0; n < outer; ++n) {
+      const Number number = wanted[static_cast<size_t>(n * inner + k)];
+      const float size = std::fabs(number.scaled) + std::fabs(number.minimum);
+      Check("a number", found[k * outer + n], number.scaled - number.minimum, 1e-6f * size);
+    }
+  }
+}
+
 // Rows are those of a test of fewer, whose outputs are the same bits. Of two planes the rows' numbers are those of
 // 16 bits that rounding gives, wherever the kernels keep them.
 std::vector<float> TestPacked(Code code, int64_t rows, int64_t inner, int64_t outer, bool bytes,
@@ -423,6 +443,7 @@ std::vector<float> TestPacked(Code code, int64_t rows, int64_t inner, int64_t ou
     mine.end = panels - 1 + i;
     bytes ? kernels.bytes(mine) : kernels.packed(mine);
   });
+  if (!bytes) TestNumbers(args, numbers, panels);
   for (int64_t m = 0; m < rows; ++m) {
     for (int64_t n = 0; n < outer; ++n) {
       double wanted = 0, size = 0;
@@ -933,7 +954,7 @@ constexpr int64_t kRows[] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 30};
 int main(int argc, char** argv) {
   std::vector<const char*> names(argv + 1, argv + argc);
   const bool all = names.empty();
-  if (all) names = {"generic", "avx2", "avx2-vnni", "avx512", "avx512-far", "amx", "neon-dotprod", "neon-i8mm"};
+  if (all) names = {"generic", "avx2", "avx2-vnni", "avx512", "avx512-far", "avx512-bf16", "amx", "neon-dotprod", "neon-i8mm"};
   TestMaskExchange();
   TestPackBlocks();
   TestEncoders();

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from rooflax.loading.safetensors import SafetensorsFile, TensorToWrite, write_safetensors
-from tests import goldens
+from tests import gguf_cases, goldens
 
 FOLDER = Path(__file__).parent / "data" / "adapters"
 CASES = {
@@ -83,12 +83,25 @@ def write_adapter(folder: Path, name: str, base: Path) -> Path:
     return folder
 
 
+def reference_model(variant: str):
+    """The model of transformers; of what is quantized, the numbers that it stands for."""
+    if variant != QUANTIZED:
+        return goldens.reference_model(variant)
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    path = gguf_cases.gguf(QUANTIZED, "q4_k_m")
+    return AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
 def peft_model(variant: str, arguments: dict):
     """A tiny model of transformers with an adapter of PEFT, whose numbers are `values`."""
     import torch
     from peft import LoraConfig, get_peft_model
 
-    model = goldens.reference_model(variant)
+    model = reference_model(variant)
     adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **{"r": 2} | arguments))
     for name, parameter in adapted.named_parameters():
         if "lora_" in name or "modules_to_save" in name:
@@ -109,11 +122,14 @@ TRAINED = ("llama_gqa", {"lora_rank": 4, "lora_alpha": 6.0, "learning_rate": 3e-
 KINDS = {
     "lora": ({}, {}),
     "dora": ({"fine_tune_type": "dora"}, {"use_dora": True}),
+    "quantized": ({}, {}),
     "whole": ({"modules_to_save": "lm_head,embed_tokens"}, WHOLE),
     "experts": ({name: ",".join(names) for name, names in EXPERTS.items()}, EXPERTS),
 }
 """What is trained: settings of TrainConfig, and arguments of LoraConfig."""
-VARIANTS = dict.fromkeys(KINDS, TRAINED[0]) | {"experts": "gpt_oss"}
+QUANTIZED = "llama_k"
+VARIANTS = dict.fromkeys(KINDS, TRAINED[0]) | {"experts": "gpt_oss", "quantized": QUANTIZED}
+"""Of `goldens`, or the GGUF file of this name."""
 WRAPPED = {
     "mlp.experts.base_layer": "mlp.experts.gate_up_proj",
     "mlp.experts": "mlp.experts.down_proj",
@@ -186,10 +202,14 @@ def committed_losses(kind: str) -> list[float]:
 def started(kind: str = "lora"):
     """The base model and what trains its adapter."""
     from rooflax.loading.load import load
+    from rooflax.loading.model_info import model_info
     from rooflax.train.adapters import LoraTraining
 
+    variant = VARIANTS[kind]
+    if variant == QUANTIZED:
+        model = load(model_info(gguf_cases.gguf(variant, "q4_k_m")), dtype=None)
+        return model, LoraTraining(model, train_config(kind))
     with tempfile.TemporaryDirectory() as folder:
-        variant = VARIANTS[kind]
         path = goldens.write_checkpoint(Path(folder) / variant, variant, goldens.committed(variant))
         model = load(path)
     return model, LoraTraining(model, train_config(kind))

@@ -25,7 +25,7 @@ extern "C" {
 const char* rooflax_instruction_set();
 int rooflax_force_instruction_set(const char* name);
 XLA_FFI_Handler rooflax_matmul, rooflax_attention, rooflax_rows, rooflax_argmax, rooflax_sample,
-    rooflax_cache_write, rooflax_norm, rooflax_delta_rule, rooflax_causal_conv,
+    rooflax_cache_write, rooflax_norm, rooflax_numbers, rooflax_delta_rule, rooflax_causal_conv,
     rooflax_whole_attention, rooflax_whole_attention_gradients, rooflax_adapters;
 int32_t rooflax_masks_new(int64_t rows, int64_t slots, int64_t words);
 int32_t* rooflax_masks_words(int32_t number);
@@ -1205,6 +1205,48 @@ void FuzzMatmul() {
   if (real.rows > 0) CheckMatmulRow(call, p, draw.Below(real.rows));
 }
 
+// Packed weights as numbers: a product with a row that is 1 in one place and 0 elsewhere finds the same.
+void FuzzNumbers() {
+  Matmul p{};
+  p.layout = draw.OneIn(10) ? draw.Below(22) : draw.In(2, 20);
+  p.rows = 1;
+  p.outer = draw.OneIn(50) ? draw.In(100, 400) : draw.In(1, 36);
+  p.inner = p.IsPlain() || p.IsPerOutput() ? draw.In(1, 36) : 32 * draw.In(1, p.IsSuper() ? 9 : 2);
+  for (p.supers = draw.In(1, 9); p.inner / 32 % p.supers != 0 && !draw.OneIn(20);) --p.supers;
+  p.lines = 1 + (p.inner / 32 / p.supers + 1) / 2 + (draw.OneIn(20) ? draw.In(-1, 1) : 0);
+  p.selected = draw.In(0, 1);
+  p.stack = p.selected == 0 ? 1 : draw.In(1, 3);
+  using Dims = std::vector<int64_t>;
+  Call call{rooflax_numbers, {}, {}, {Whole("layout", p.layout)}};
+  call.args.emplace_back(p.IsOfPairs() ? kBf16 : p.IsPlain() ? kF32 : kU8, p.Weight(p.selected > 0));
+  call.args.emplace_back(p.ScaleType(), p.Scales(p.stack));
+  call.args.emplace_back(kS32, Dims{p.stack * p.Sums()});
+  call.args.emplace_back(kS32, Dims{p.selected});
+  call.args.emplace_back(kF32, Dims{draw.In(0, 2)});
+  call.rets.emplace_back(kF32, Dims{p.inner, p.outer});
+  if (call.Mutate()) return call.RunMutated();
+  for (size_t i : {0, 1, 2, 4}) call.args[i].Fill();
+  FillIndices(call.args[3], p.stack, 4);
+  const bool valid = !p.IsPlain() && p.ScalesFit() && AllBelow(call.args[3], p.selected, p.stack);
+  if (!call.RunExpecting(valid)) return;
+  const int64_t at = draw.Below(p.inner), member = p.selected == 0 ? 0 : call.args[3].At<int32_t>(0);
+  Call alone{rooflax_matmul, {}, {}, p.Attributes()};
+  alone.args.emplace_back(kF32, Dims{1, p.inner});
+  alone.args.push_back(call.args[0].Part(p.stack, member, p.Weight(false)));
+  alone.args.push_back(call.args[1].Part(p.stack, member, p.Scales(1)));
+  alone.args.push_back(call.args[2].Part(p.stack, member, {p.Sums()}));
+  for (Type type : {kF32, kF32, kF32, kF32, kS32, kS32}) alone.args.emplace_back(type, Dims{0});
+  for (size_t i : {0, 4, 5, 6, 7, 8, 9}) alone.args[i].Allocate();
+  for (int64_t k = 0; k < p.inner; ++k) alone.args[0].At<float>(k) = k == at ? 1.0f : 0.0f;
+  alone.rets.emplace_back(kF32, Dims{1, p.outer});
+  const std::string why = alone.Run();
+  if (!why.empty()) Fail("a row was rejected: " + why);
+  for (int64_t n = 0; n < p.outer; ++n) {
+    const float found = call.rets[0].At<float>(at * p.outer + n), product = alone.rets[0].At<float>(n);
+    if (std::isfinite(product)) ExpectNear(found, product, "a number");  // no other weight of the output is NaN
+  }
+}
+
 // Rows of several adapters: each is what it is alone, and one without is left alone.
 void FuzzAdapters() {
   const bool large = draw.OneIn(500);  // worth a second thread
@@ -1410,6 +1452,7 @@ int main(int argc, char** argv) {
     XLA_FFI_Handler* handler;
     void (*fuzz)();
   } handlers[] = {{"rooflax_matmul", rooflax_matmul, FuzzMatmul},
+                  {"rooflax_numbers", rooflax_numbers, FuzzNumbers},
                   {"rooflax_adapters", rooflax_adapters, FuzzAdapters},
                   {"rooflax_attention", rooflax_attention, FuzzAttention},
                   {"rooflax_rows", rooflax_rows, FuzzRows},
@@ -1423,7 +1466,7 @@ int main(int argc, char** argv) {
                   {"rooflax_whole_attention_gradients", rooflax_whole_attention_gradients, FuzzWholeGradients},
                   {"rooflax_pack_blocks", nullptr, FuzzPackBlocks},
                   {"rooflax_encode", nullptr, FuzzEncode}};
-  for (const char* name : {"generic", "avx2", "avx2-vnni", "avx512", "avx512-far", "amx"}) {
+  for (const char* name : {"generic", "avx2", "avx2-vnni", "avx512", "avx512-far", "avx512-bf16", "amx"}) {
     if (only != nullptr && std::strcmp(name, only) != 0) continue;
     if (!rooflax_force_instruction_set(name)) {
       std::printf("%s: this processor has none\n", name);

@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
 def _train(args: argparse.Namespace, config: TrainConfig, data: DataConfig, out: Path) -> int:
     from rooflax.engine.compilation import enable_persistent_cache
     from rooflax.train import job
-    from rooflax.train.checks import check_seq_len
+    from rooflax.train.checks import check_held_out, check_seq_len
     from rooflax.train.loop import resolved, run_training, write_curves
 
     enable_persistent_cache()
@@ -145,16 +145,18 @@ def _train(args: argparse.Namespace, config: TrainConfig, data: DataConfig, out:
     rollouts = llm = sampler = None
     if config.train_mode == GRPO:
         config, rollouts = _rollouts(args, config, data, start, out)
+        check_held_out(config, rollouts.has_held_out)
         llm = rollouts.llm
         model = cast("Model", llm.model)
         size = f"{config.batch_size:,} answers"
     else:
         corpora = prepare(args, data, config.seq_len, start, out)
+        check_held_out(config, corpora[1] is not None)
         if args.sample:
             llm = _engine(args, start, max_num_seqs=len(args.sample))
         model = start.model(config.seed) if llm is None else cast("Model", llm.model)
         assert corpora[0] is not None
-        config = resolved(config, corpora[0], model)
+        config = resolved(config, corpora[0])
         size = f"{config.tokens_per_step:,} tokens; the data has {corpora[0].info.num_tokens:,}"
     if args.sample and llm is not None:
         from rooflax.rl.samples import Samples
@@ -294,7 +296,7 @@ def _rollouts(
     """
     from rooflax.rl.rewards import Reward
     from rooflax.rl.rollouts import Rollouts
-    from rooflax.train.loop import adds_up_few, tokens_at_once
+    from rooflax.train.loop import tokens_at_once
 
     reward = Reward(config.reward or "")
     training, held_out, test = split(args, data, parts_of(args, data)).values()
@@ -303,9 +305,8 @@ def _rollouts(
     say_sizes(args, "prompt", training, held_out, test)
     length = min(config.seq_len + 1, start.config.max_position)
     llm = _engine(args, start, max_num_seqs=config.batch_size, max_model_len=length)
-    of_few = adds_up_few(config, cast("Model", llm.model))
     num_answers = len(training) * config.num_generations
-    config = config.resolved(num_answers, tokens_at_once(of_few=of_few))
+    config = config.resolved(num_answers, tokens_at_once(config.trains_adapter))
     return config, Rollouts(llm, training, held_out, test, reward, config)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 LIBRARY = "librooflax_native.so"
 TARGETS = (
     "rooflax_matmul", "rooflax_attention", "rooflax_rows", "rooflax_argmax", "rooflax_sample",
-    "rooflax_cache_write", "rooflax_delta_rule", "rooflax_causal_conv",
+    "rooflax_cache_write", "rooflax_delta_rule", "rooflax_causal_conv", "rooflax_numbers",
     "rooflax_norm", "rooflax_zeros", "rooflax_whole_attention", "rooflax_whole_attention_gradients",
     "rooflax_adapters",
 )  # fmt: skip
@@ -32,11 +32,12 @@ LAYOUTS = (
 """Layouts of weights that its kernels read: [in, out], [out, in], `Pairs`, and codes."""
 READ_AS = {"int4-z64": "q4_k", "int4-z128": "q4_k"}
 """Codes whose arrays are those of another layout."""
-KERNELS_VERSION = 23
+KERNELS_VERSION = 24
 """Version of what the arguments of its functions mean; csrc/attention_ffi.cc says the library's."""
 OLDER = "the native library is not of this version; install rooflax again"
 INSTRUCTION_SETS = (
-    "generic", "avx2", "avx2-vnni", "avx512", "avx512-far", "amx", "neon-dotprod", "neon-i8mm",
+    "generic", "avx2", "avx2-vnni", "avx512", "avx512-far", "avx512-bf16", "amx", "neon-dotprod",
+    "neon-i8mm",
 )  # fmt: skip
 
 
@@ -193,8 +194,9 @@ def pack_pairs(matrix: np.ndarray, to: np.ndarray) -> bool:
 
 
 def prefers_pairs() -> bool:
-    """Whether matmuls here read bfloat16 as panels of pairs best: by tiles of AMX."""
-    return is_ready() and instruction_set() == "amx"
+    """Whether matmuls here read bfloat16 as panels of pairs best: by tiles of AMX, or by products
+    of pairs (AVX512-BF16)."""
+    return is_ready() and instruction_set() in ("amx", "avx512-bf16")
 
 
 def num_threads() -> int:

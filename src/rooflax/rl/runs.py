@@ -301,7 +301,7 @@ def check(name: str, data: Sequence[Datum], settings: Mapping[str, float], llm: 
 
 def batches(data: Sequence[Datum], loss: LossFunction) -> list[tuple[list[int], Rows]]:
     """The rows in parts of one length each, with their numbers; the longest come first."""
-    parts, most_tokens = [], tokens_at_once() or DEVICE_TOKENS
+    parts, most_tokens = [], tokens_at_once(True) or DEVICE_TOKENS
     order = sorted(range(len(data)), key=lambda index: -len(data[index].tokens))
     while order:
         length = bucket(len(data[order[0]].tokens), SHORTEST)

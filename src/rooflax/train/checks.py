@@ -62,6 +62,12 @@ def check_seq_len(config: TrainConfig, most: int) -> None:
         )
 
 
+def check_held_out(config: TrainConfig, is_there: bool) -> None:
+    """Rejects to look for the best of held-out losses that nothing gives."""
+    if (config.patience or config.save_best) and not is_there:
+        raise RequestError("`patience` and `save_best` need held-out rows, and there are none.")
+
+
 def check_same_model(saved: Any, now: dict[str, Any]) -> None:
     """Rejects to resume a run of another architecture.
 

@@ -114,15 +114,16 @@ class TrainConfig:
     seq_len: int = _field(Whole(1), "tokens per row", default=512, metavar="N")
     micro_batches: int | None = _field(
         Whole(1, MOST_ROWS), "micro-batches per step (gradient accumulation)",
-        shown_default="on CPU so many that one has 1,024 tokens or a row, of an adapter of plain "
-        "weights 512, else 1", metavar="N")
+        shown_default="on CPU so many that one has 1,024 tokens or a row, of an adapter 512, else "
+        "1", metavar="N")
     learning_rate: float = _field(
         Number(0, LARGEST, above=True), "peak learning rate, after the warm-up",
         default=NEW["learning_rate"], flags=("--learning-rate", "--lr"), metavar="X")
     min_lr_ratio: float = _field(
         Number(0, 1), "final learning rate over the peak, by a cosine", default=0.1, metavar="X")
     warmup_steps: int | None = _field(
-        Whole(), "steps of linear warm-up", shown_default="a tenth of all steps", metavar="N")
+        Whole(), "steps of linear warm-up, at most all", shown_default="a tenth of all steps",
+        metavar="N")
     optimizer: Literal["adamw", "muon"] = _field(
         Choice(OPTIMIZERS), "muon takes the layers' matrices by their orthogonalized momentum, the "
         "rest by AdamW; for all weights of a model on one device", default=ADAMW, metavar="NAME")

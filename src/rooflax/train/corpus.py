@@ -229,8 +229,9 @@ def _read(path: Path) -> str:
         return read_regular(path, MAX_FILE_BYTES).decode("utf-8")
     except OSError as error:
         raise RequestError(f"cannot read {path}: {error.strerror or error}.") from None
-    except UnicodeDecodeError:
-        raise RequestError(f"{path} is not UTF-8; convert it first.") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise RequestError(f"line {line} of {path} is not UTF-8; convert it first.") from None
 
 
 def jsonl_values(path: Path) -> Iterator[Value]:

@@ -17,14 +17,13 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from rooflax.errors import CheckpointError, RequestError, RewardError
+from rooflax.errors import CheckpointError, RewardError
 from rooflax.files import only_writer
 from rooflax.loading.adapter_config import AdapterConfig
 from rooflax.models.adapters import LowRank, adapted
 from rooflax.models.model import Model
 from rooflax.models.registry import family
 from rooflax.nn.layers import unstack_layers
-from rooflax.ops.weights import packed_format
 from rooflax.processes import check_not_forked
 from rooflax.signals import stop_asked
 from rooflax.train import job
@@ -39,6 +38,7 @@ from rooflax.train.checkpoint import (
     save_checkpoint,
 )
 from rooflax.train.checks import (
+    check_held_out,
     check_ids,
     check_job,
     check_same_model,
@@ -225,25 +225,17 @@ def run_training(
         return run.train(progress)
 
 
-def resolved(config: TrainConfig, training: Corpus, model: Model) -> TrainConfig:
+def resolved(config: TrainConfig, training: Corpus) -> TrainConfig:
     """The settings with their length in steps, and their micro-batches."""
     num_rows = 0 if config.epochs is None else rows_of(config)(training, config.seq_len).num_rows
-    return config.resolved(num_rows, tokens_at_once(of_few=adds_up_few(config, model)))
+    return config.resolved(num_rows, tokens_at_once(config.trains_adapter))
 
 
-def tokens_at_once(*, of_few: bool = False) -> int | None:
+def tokens_at_once(trains_adapter: bool) -> int | None:
     """Tokens of a micro-batch that is chosen here; None is all."""
     if jax.default_backend() != "cpu":
         return None
-    return CPU_TOKENS // 2 if of_few else CPU_TOKENS
-
-
-def adds_up_few(config: TrainConfig, model: Model) -> bool:
-    """Whether micro-batches cost nothing: their gradients are an adapter's, and no weights have few
-    bits, which each micro-batch decodes."""
-    leaves = jax.tree.leaves(model.weights, is_leaf=lambda leaf: packed_format(leaf) is not None)
-    is_plain = all(packed_format(leaf) is None for leaf in leaves)
-    return config.trains_adapter and is_plain
+    return CPU_TOKENS // 2 if trains_adapter else CPU_TOKENS
 
 
 def rows_of(config: TrainConfig) -> type[Rows]:
@@ -274,13 +266,12 @@ class _Run:
         check_seq_len(config, model.max_model_len)
         training, held_out = corpora["training"], corpora["held-out"]
         if training is not None:
-            config = resolved(config, training, model)
+            config = resolved(config, training)
             check_ids(model, training, "corpus")
         self.config, self.folder, self.held_out = config, folder, held_out
         self._say, self.rollouts, self.sampler = say, rollouts, sampler
         self.watches = held_out is not None or (rollouts is not None and rollouts.has_held_out)
-        if (config.patience or config.save_best) and not self.watches:
-            raise RequestError("`patience` and `save_best` need held-out rows, and there are none.")
+        check_held_out(config, self.watches)
         self.model = model.stacked() if config.layers == "scan" else model
         self.rows = training and rows_of(config)(training, config.seq_len, config.seed)
         self.other_rows = {

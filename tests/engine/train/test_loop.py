@@ -16,11 +16,10 @@ import numpy as np
 import pytest
 
 from rooflax.errors import CheckpointError, EngineError, RequestError
-from rooflax.ops.weights import quantize
 from rooflax.train import loop
 from rooflax.train.data import Rows
 from rooflax.train.log import TrainLog, read_log
-from rooflax.train.loop import adds_up_few, run_training, tokens_at_once, write_curves
+from rooflax.train.loop import run_training, write_curves
 from rooflax.train.plot import plot_curves
 from rooflax.train.step import learning_rate, make_eval_step
 from tests.support.train import tiny
@@ -286,16 +285,6 @@ def test_a_run_that_lost_patience_goes_on_when_it_is_made_longer(corpora, tmp_pa
     longer = dataclasses.replace(config, steps=60)
     second = run_training(tiny.make_model(), longer, *corpora, tmp_path)
     assert first.stopped_early and second.step > first.step and not second.was_complete
-
-
-def test_an_adapter_of_plain_weights_takes_half_of_the_tokens_at_once():
-    """Weights of few bits are decoded by each micro-batch."""
-    model, lora = tiny.make_model(), tiny.settings(steps=1, fine_tune_type="lora")
-    few = quantize(np.ones((64, 32), np.float32), "w8a16", (64,), (32,))
-    quantized = dataclasses.replace(model, weights=model.weights | {"few": few})
-    assert adds_up_few(lora, model) and not adds_up_few(lora, quantized)
-    assert not adds_up_few(tiny.settings(steps=1), model)
-    assert tokens_at_once() == 2 * tokens_at_once(of_few=True)
 
 
 def test_a_damaged_log_is_said(corpora, tmp_path):

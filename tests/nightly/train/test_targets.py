@@ -50,7 +50,7 @@ def test_an_adapters_state_and_temporaries_are_small():
 
     def sizes(**settings):
         config = TrainConfig(steps=10, batch_size=4, seq_len=256, **settings)
-        config = config.resolved(0, tokens_at_once(of_few=config.trains_adapter))
+        config = config.resolved(0, tokens_at_once(config.trains_adapter))
         lora = LoraTraining(model, config) if config.trains_adapter else None
         optimizer = make_optimizer(model.table, model.weights, config)
         step = make_train_step(model, optimizer, config, lora)

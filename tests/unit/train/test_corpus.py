@@ -201,8 +201,8 @@ def test_an_array_of_rows_is_not_trained_as_text(tmp_path):
 
 def test_bad_files(tmp_path):
     bad = tmp_path / "latin.txt"
-    bad.write_bytes("naïve".encode("latin-1"))
-    with pytest.raises(RequestError, match=r"latin\.txt is not UTF-8; convert it first"):
+    bad.write_bytes("well\nnaïve\n".encode("latin-1"))
+    with pytest.raises(RequestError, match=r"line 2 of .*latin\.txt is not UTF-8; convert"):
         list(file_documents([bad]))
     with pytest.raises(RequestError, match=r"cannot read .*nowhere\.txt: No such file"):
         list(file_documents([tmp_path / "nowhere.txt"]))

@@ -68,6 +68,21 @@ def selected_matmul(
     )
 
 
+def numbers(
+    w: StoredOperand, index: Int[Array, ""] | None, after: Float[Array, " n"]
+) -> Float[Array, "in out"]:
+    """`StoredOperand.numbers` of packed codes, or of the member `index` of a stack of them.
+
+    Args:
+        after: made before the numbers are; not read.
+    """
+    call = jax.ffi.ffi_call(
+        "rooflax_numbers", jax.ShapeDtypeStruct((w.inner, w.outer), jnp.float32)
+    )
+    select = _none(jnp.int32) if index is None else jnp.reshape(index, 1).astype(jnp.int32)
+    return call(*w.arrays, select, after, layout=np.int64(native.layout(w.code)))
+
+
 def _rounding(w: StoredOperand) -> int:
     """Rounding of the kernel's activations, by `Bytes` in csrc/matmul_ffi.cc."""
     if w.num_terms == 2:

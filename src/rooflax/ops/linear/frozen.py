@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from rooflax.ops import native
 from rooflax.ops.dot import dot_general
+from rooflax.ops.linear import cpu
 from rooflax.ops.linear.api import take
 from rooflax.ops.linear.prologue import applied
 from rooflax.ops.weights import (
@@ -21,6 +23,7 @@ from rooflax.ops.weights import (
     Dense,
     Fused,
     Operand,
+    Quantized,
     StackMember,
     StoredOperand,
     Wrapper,
@@ -33,34 +36,54 @@ STATIC = {"static": True}
 
 
 @jax.custom_vjp
-def product(x: Float[Array, "rows in"], w: StoredOperand) -> Float[Array, "rows out"]:
+def product(
+    x: Float[Array, "rows in"], w: StoredOperand, index: Int[Array, ""] | None = None
+) -> Float[Array, "rows out"]:
     """x times the numbers of w, in float32; activations are never rounded, whatever the format.
 
     Its gradient is that with respect to x, by a product with the transposed numbers.
+
+    Args:
+        index: w is a stack of weights, and this is the number of the one that is meant.
     """
-    return dot_general(x.astype(jnp.float32), _numbers(w, x), (((1,), (0,)), ((), ())))
+    return dot_general(x.astype(jnp.float32), _numbers(w, index, x), (((1,), (0,)), ((), ())))
 
 
-def _forward(x: Array, w: StoredOperand) -> tuple[Array, tuple[StoredOperand, Array]]:
-    return product(x, w), (w, jnp.zeros(0, x.dtype))
+Kept = tuple[StoredOperand, Int[Array, ""] | None, Array]
 
 
-def _backward(kept: tuple[StoredOperand, Array], dy: Array) -> tuple[Array, None]:
-    w, like = kept
-    dx = dot_general(dy, _numbers(w, dy), (((1,), (1,)), ((), ())))
-    return dx.astype(like.dtype), None
+def _forward(x: Array, w: StoredOperand, index: Array | None) -> tuple[Array, Kept]:
+    return product(x, w, index), (w, index, jnp.zeros(0, x.dtype))
 
 
-def _numbers(w: StoredOperand, x: Array) -> Float[Array, "in out"]:
-    """Numbers of w, made once x is there.
+def _backward(kept: Kept, dy: Array) -> tuple[Array, None, None]:
+    w, index, like = kept
+    dx = dot_general(dy, _numbers(w, index, dy), (((1,), (1,)), ((), ())))
+    return dx.astype(like.dtype), None, None
+
+
+def _numbers(
+    w: StoredOperand, index: Int[Array, ""] | None, x: Float[Array, "rows width"]
+) -> Float[Array, "in out"]:
+    """Numbers of w, or of one of its stack, made once x is there.
 
     XLA would make the numbers of all weights when a step begins, and keep those of the forward pass
-    for the backward pass; on CPU it drops barriers. So x has a part in them, which is zero.
+    for the backward pass; on CPU it drops barriers. So the native kernel has an argument of x that
+    it does not read, and else x has a part in the numbers, which is zero.
     """
-    if w.dtype == jnp.float32 and isinstance(w, Dense):
-        return w.numbers()
+    if _is_decoded_natively(w):
+        found = cpu.numbers(w, index, after=x[0, :1].astype(jnp.float32))
+        return rotate(found.T).T if w.rotates_inputs else found
+    one = w if index is None else w.member(index)
+    if one.dtype == jnp.float32 and isinstance(one, Dense):
+        return one.numbers()
     zero = x[0, 0].astype(jnp.float32) * 0
-    return jax.tree.map(lambda leaf: leaf + zero.astype(leaf.dtype), w).numbers()
+    return jax.tree.map(lambda leaf: leaf + zero.astype(leaf.dtype), one).numbers()
+
+
+def _is_decoded_natively(w: StoredOperand) -> bool:
+    has_codes = isinstance(w, Quantized) and not w.is_matrix
+    return has_codes and native.is_ready() and native.unreadable(w.code) is None
 
 
 product.defvjp(_forward, _backward)
@@ -127,9 +150,8 @@ def _squares(x: Float[Array, "rows in"], w: Operand) -> Float[Array, " out"]:
         return w.together([_squares(x, part)[None] for part in w.parts])[0]
     if isinstance(w, Branch):
         return w.branch(lambda one: _squares(x, one))
-    stack, index = w.in_stack()
-    one = stack if index is None else stack.member(index)
-    squares = jnp.sum(jnp.square(_numbers(one, x)), axis=0)
+    one, index = w.in_stack()
+    squares = jnp.sum(jnp.square(_numbers(one, index, x)), axis=0)
     return squares * BLOCK if one.rotates_inputs else squares
 
 
@@ -138,6 +160,5 @@ def _product(x: Float[Array, "rows in"], w: Operand) -> Float[Array, "rows out"]
         return w.together([_product(x, part) for part in w.parts])
     if isinstance(w, Branch):
         return w.branch(lambda one: _product(x, one))
-    stack, index = w.in_stack()
-    one = stack if index is None else stack.member(index)
-    return product(rotate(x.astype(jnp.float32)) if one.rotates_inputs else x, one)
+    one, index = w.in_stack()
+    return product(rotate(x.astype(jnp.float32)) if one.rotates_inputs else x, one, index)

@@ -63,6 +63,29 @@ bool HasMatrices() { return false; }
 
 }  // namespace
 
+#if defined(ROOFLAX_X86)
+namespace {
+
+#if defined(ROOFLAX_DOTS_IN_LANES)
+bool HasDots() { return HasAvx512(); }
+#else
+bool HasDots() { return HasAvx512() && __builtin_cpu_supports("avx512bf16"); }
+#endif
+
+const Kernels& WithDots() {
+  static const Kernels kernels = [] {
+    Kernels made = __builtin_cpu_is("amd") ? avx512_far::kKernels : avx512::kKernels;
+    made.name = "avx512-bf16";
+    made.split = avx512_bf16::kPairs.split;
+    made.pairs = avx512_bf16::kPairs.pairs;
+    return made;
+  }();
+  return kernels;
+}
+
+}  // namespace
+#endif
+
 // A process has to ask the operating system for them, once.
 bool HasTiles() {
 #if !defined(ROOFLAX_X86) || defined(ROOFLAX_WITHOUT_TILES)
@@ -122,6 +145,7 @@ const Kernels* FindKernels(const char* name) {
 #if !defined(ROOFLAX_WITHOUT_TILES)
   if (std::strcmp(name, "amx") == 0) return HasTiles() ? &WithTiles() : nullptr;
 #endif
+  if (std::strcmp(name, "avx512-bf16") == 0) return HasDots() ? &WithDots() : nullptr;
   if (std::strcmp(name, "avx512-far") == 0) return HasAvx512() ? &avx512_far::kKernels : nullptr;
   if (std::strcmp(name, "avx512") == 0) return HasAvx512() ? &avx512::kKernels : nullptr;
 #if !defined(ROOFLAX_WITHOUT_VNNI)
@@ -143,7 +167,9 @@ namespace {
 
 const Kernels* Best() {
 #if defined(ROOFLAX_X86)
-  if (const Kernels* found = FindKernels("amx")) return found;
+  for (const char* name : {"amx", "avx512-bf16"}) {
+    if (const Kernels* found = FindKernels(name)) return found;
+  }
   if (const Kernels* found = __builtin_cpu_is("amd") ? FindKernels("avx512-far") : nullptr) return found;
 #endif
   for (const char* name : {"avx512", "avx2-vnni", "avx2", "neon-i8mm", "neon-dotprod"}) {
@@ -177,8 +203,8 @@ __attribute__((visibility("default"))) const char* rooflax_instruction_set() {
   return rooflax::ChosenKernels().name;
 }
 
-// Forces "generic", "avx2", "avx2-vnni", "avx512", "avx512-far", "amx", "neon-dotprod" or "neon-i8mm" for all work,
-// whatever was measured; 0 if this processor lacks it. "" ends that.
+// Forces "generic", "avx2", "avx2-vnni", "avx512", "avx512-far", "avx512-bf16", "amx", "neon-dotprod" or
+// "neon-i8mm" for all work, whatever was measured; 0 if this processor lacks it. "" ends that.
 __attribute__((visibility("default"))) int rooflax_force_instruction_set(const char* name) {
   const rooflax::Kernels* found = *name ? rooflax::FindKernels(name) : nullptr;
   if (found == nullptr && *name) return 0;

@@ -21,7 +21,7 @@ printf '%s\n' "${sources[@]}" | xargs -P "$(nproc)" -I{} \
   sh -c "$compiler $flags $sanitize -Icsrc -isystem $jaxlib/include -c {}.cc -o $out/\$(basename {}).o"
 "$compiler" $sanitize "$out"/*.o "$kernels"/{dispatch,kernels_*}.o -pthread -o "$out/fuzz"
 pids=()
-for set in generic avx2 avx2-vnni avx512 avx512-far amx; do
+for set in generic avx2 avx2-vnni avx512 avx512-far avx512-bf16 amx; do
   "$out/fuzz" "$draws" "$set" &
   pids+=($!)
 done

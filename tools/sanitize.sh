@@ -5,6 +5,7 @@
 # Without optimisation, which would leave out some of what is wrong, and takes five times as long.
 # A processor without AVX-512 runs that code too, lane after lane (tools/avx512_in_lanes.h).
 # AVX-VNNI's product of bytes is two of AVX2's (csrc/impl_vectors.h).
+# AVX512-BF16's product of pairs is two of float32 (csrc/impl_dots.h).
 # Tiles of AMX are arrays (csrc/tiles.h): sanitizers see what is read into them.
 # Undefined behaviour is an illegal instruction, whose place the address sanitizer says: without reports of its
 # own the objects compile a quarter faster.
@@ -20,16 +21,16 @@ generic=(kernels_generic: pack_blocks: encode_blocks: mask_exchange: pack_pairs:
 address=("${generic[@]}")
 if [ "$(uname -m)" = x86_64 ]; then
   avx2="-mavx2 -mfma -mf16c"
-  sets+=(avx2 avx2-vnni avx512 avx512-far amx)
+  sets+=(avx2 avx2-vnni avx512 avx512-far avx512-bf16 amx)
   if grep -qsw avx512_vnni /proc/cpuinfo; then
     avx512="-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mfma -mf16c"
-    address+=("dispatch:-DROOFLAX_TILES_IN_MEMORY -DROOFLAX_VNNI_IN_PAIRS")
+    address+=("dispatch:-DROOFLAX_TILES_IN_MEMORY -DROOFLAX_VNNI_IN_PAIRS -DROOFLAX_DOTS_IN_LANES")
   else
     avx512="$avx2 -include tools/avx512_in_lanes.h"
-    address+=("dispatch:-DROOFLAX_AVX512_IN_LANES -DROOFLAX_TILES_IN_MEMORY -DROOFLAX_VNNI_IN_PAIRS")
+    address+=("dispatch:-DROOFLAX_AVX512_IN_LANES -DROOFLAX_TILES_IN_MEMORY -DROOFLAX_VNNI_IN_PAIRS -DROOFLAX_DOTS_IN_LANES")
   fi
   address+=("kernels_avx2:$avx2" "kernels_avx2_vnni:$avx2 -DROOFLAX_VNNI_IN_PAIRS")
-  for name in kernels_avx512 kernels_avx512_far kernels_amx; do
+  for name in kernels_avx512 kernels_avx512_bf16 kernels_avx512_far kernels_amx; do
     address+=("$name:$avx512 -DROOFLAX_TILES_IN_MEMORY")
   done
 else

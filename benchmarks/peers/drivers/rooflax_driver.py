@@ -20,7 +20,11 @@ from rooflax.bench.workload import Workload
 from rooflax.engine.compilation import count_compilations
 from rooflax.nn.execution import Precision
 
-PRECISIONS = {"float32": Precision(dtype="float32"), "bfloat16": Precision(), "file": Precision()}
+PRECISIONS = {
+    "float32": Precision(dtype="float32"),
+    "bfloat16": Precision(dtype="bfloat16"),
+    "file": Precision(),
+}
 
 
 class Rooflax:

@@ -99,9 +99,10 @@ def test_a_model_in_pairs_is_the_model(bfloat16_checkpoint, tmp_path):
     assert a == b
 
 
-def test_processors_with_tiles_keep_pairs(bfloat16_checkpoint):
+def test_processors_that_multiply_pairs_keep_them(bfloat16_checkpoint):
     plan = make_plan(bfloat16_checkpoint, max_model_len=64)
-    assert plan.storage.pairs_bfloat16 == (native.is_ready() and native.instruction_set() == "amx")
+    has_pairs = native.is_ready() and native.instruction_set() in ("amx", "avx512-bf16")
+    assert plan.storage.pairs_bfloat16 == has_pairs
     llm = rooflax.LLM(bfloat16_checkpoint, max_model_len=64)
     tokens = llm.generate([[5, 6, 7]], max_tokens=4, temperature=0, ignore_eos=True)[0].tokens
     streamed = rooflax.LLM(bfloat16_checkpoint, max_model_len=64, weights_budget="5MiB")

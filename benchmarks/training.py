@@ -58,6 +58,7 @@ def rooflax_step(config: dict[str, Any], args: argparse.Namespace) -> Callable[[
     from rooflax.models.model import build
     from rooflax.models.registry import read_config
     from rooflax.nn.execution import ExecutionOptions
+    from rooflax.nn.host_memory import give_back_freed
     from rooflax.train.adapters import LoraTraining
     from rooflax.train.config import TrainConfig
     from rooflax.train.data import PackedBatch
@@ -96,6 +97,7 @@ def rooflax_step(config: dict[str, Any], args: argparse.Namespace) -> Callable[[
     state = init_state(model.weights if lora is None else lora.start(), optimizer)
     fixed = model.rope if lora is None else model
     program = step.lower(state, fixed, batch).compile()
+    give_back_freed()
     temporary = program.memory_analysis().temp_size_in_bytes
     print(f"temporaries: {temporary / 1e6:.0f} MB", file=sys.stderr, flush=True)
 

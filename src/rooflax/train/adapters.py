@@ -64,6 +64,7 @@ class LoraTraining:
         self.experts = {p: t for p, t in experts.items() if self.config.changes_experts(p)}
         _check_stacks(model)
         self._seed, self._base = config.seed, model
+        self._is_split = config.mesh is not None
 
     def start(self) -> Matrices:
         """The matrices before the first step: A uniform within 1 / sqrt(in), B zero, magnitudes the
@@ -86,7 +87,7 @@ class LoraTraining:
 
     def _base_lengths(self) -> Iterator[tuple[str, Array]]:
         """Lengths of each module's weights, for each output."""
-        sizes, weights = self._base.config.axis_sizes, frozen(self._base)
+        sizes, weights = self._base.config.axis_sizes, frozen(self._base, self._is_split)
         stacked = weights.get("stacked_layers")
         layers = stacked or weights["layers"]
         length = jax.jit(lengths)
@@ -127,7 +128,7 @@ class LoraTraining:
         Args:
             seeds: of each row of the batch, for dropout; None leaves that out.
         """
-        weights, adapters = frozen(base), self.adapters(matrices)
+        weights, adapters = frozen(base, self._is_split), self.adapters(matrices)
         linear = {module: adapters[module] for module in self.targets}
         weights = adapted_weights(base.family, base.config, weights, linear)
         if seeds is not None and self.dropout > 0:
@@ -245,8 +246,12 @@ def _check_saved(model: Model, stated: AdapterConfig, wanted: tuple[str, ...] | 
             )
 
 
-def frozen(model: Model) -> dict[str, Any]:
-    """The weights of which those that multiply have gradients through activations alone."""
+def frozen(model: Model, is_split: bool) -> dict[str, Any]:
+    """The weights of which those that multiply have gradients through activations alone.
+
+    Args:
+        is_split: as `Frozen` has it.
+    """
     config, weights = model.config, dict(model.weights)
     stacked = "stacked_layers" in weights
     layers = [dict(layer) for layer in weights["stacked_layers" if stacked else "layers"]]
@@ -260,7 +265,8 @@ def frozen(model: Model) -> dict[str, Any]:
         else:
             place = layers[param.layer]
         leaf = place[param.key]
-        place[param.key] = Frozen(leaf, *matmul_shape(param, config), is_head(param, config))
+        shape, head = matmul_shape(param, config), is_head(param, config)
+        place[param.key] = Frozen(leaf, *shape, is_table=head, is_split=is_split)
     return weights | {"stacked_layers" if stacked else "layers": tuple(layers)}
 
 

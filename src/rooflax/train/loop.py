@@ -23,6 +23,7 @@ from rooflax.loading.adapter_config import AdapterConfig
 from rooflax.models.adapters import LowRank, adapted
 from rooflax.models.model import Model
 from rooflax.models.registry import family
+from rooflax.nn.host_memory import give_back_freed
 from rooflax.nn.layers import unstack_layers
 from rooflax.processes import check_not_forked
 from rooflax.signals import stop_asked
@@ -288,7 +289,7 @@ class _Run:
         self.optimizer = make_optimizer(model.table, self.model.weights, config)
         make = make_loss if rollouts is None else rollouts.loss
         loss = make(self.model, config, self.lora)
-        self.train_step = make_train_step(
+        self.train_step: Any = make_train_step(
             self.model, self.optimizer, config, self.lora, loss, self.devices
         )
         loss = make(self.model, replace(config, remat=None), self.lora)
@@ -296,7 +297,7 @@ class _Run:
         self.rate = learning_rate(config)
         self.loss: float | None = None
         self.unsettled: tuple[int, float, TrainMetrics, dict[str, float]] | None = None
-        self.began = 0.0
+        self.began, self.is_compiled = 0.0, False
         self.saved_step, self.best_step = -1, None
         if rollouts is not None:
             rollouts.start(self.model, self.fixed, self.lora)
@@ -447,6 +448,7 @@ class _Run:
         with self.saved_if_it_fails(bar):
             batch, more = self.batch()
         lr = float(self.rate(self.step))
+        self.compile(batch)
         self.state, metrics = self.train_step(self.state, self.fixed, batch)
         self.settle(bar)
         self.step += 1
@@ -461,6 +463,17 @@ class _Run:
             self.save()
         if self.unsettled is None:
             self.began = time.perf_counter()
+
+    def compile(self, batch: Any) -> None:
+        """Compiles the step, and gives what that took back before the step takes its own memory.
+
+        On several devices it is compiled by its first call: arrays may be placed otherwise later.
+        """
+        if self.is_compiled or self.config.mesh is not None:
+            return
+        self.train_step = self.train_step.lower(self.state, self.fixed, batch).compile()
+        self.is_compiled = True
+        give_back_freed()
 
     @contextlib.contextmanager
     def saved_if_it_fails(self, bar: Any) -> Iterator[None]:

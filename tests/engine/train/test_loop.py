@@ -361,18 +361,25 @@ def test_an_empty_log_has_no_curves(tmp_path, capsys):
 def test_what_is_not_finite_ends_the_run_and_is_not_saved(corpora, tmp_path, monkeypatch, name):
     real = loop.make_train_step
 
-    def make(*args):
-        step = real(*args)
+    class Step:
+        def __init__(self, *args):
+            self.step = real(*args)
 
-        def train_step(state, *rest):
+        def lower(self, *args):
+            self.step = self.step.lower(*args)
+            return self
+
+        def compile(self):
+            self.step = self.step.compile()
+            return self
+
+        def __call__(self, state, *rest):
             number = int(state.step)
-            state, metrics = step(state, *rest)
+            state, metrics = self.step(state, *rest)
             broken = {name: jnp.float32(np.nan)} if number == 5 else {}
             return state, replace(metrics, **broken)
 
-        return train_step
-
-    monkeypatch.setattr(loop, "make_train_step", make)
+    monkeypatch.setattr(loop, "make_train_step", Step)
     config = tiny.settings(steps=9, checkpoint_every=1)
     with pytest.raises(EngineError, match=rf"{WORDS[name]} is nan at step 6: the run diverged"):
         run_training(tiny.make_model(), config, *corpora, tmp_path)

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from rooflax.ops import native
 from rooflax.ops.linear.api import matmul, take
-from rooflax.ops.linear.frozen import lengths
+from rooflax.ops.linear.frozen import Frozen, lengths
 from rooflax.ops.linear.prologue import applied
 from rooflax.ops.weights import StackMember, Wrapper, as_operand, at, taken
 
@@ -100,6 +101,8 @@ class Adapted(Wrapper):
             rows = self.dropout(applied(prologue, x))
             few = matmul(as_operand(self.a), rows, dtype=jnp.float32, **options)
         plain: dict[str, Any] = {"prologue": prologue, "dtype": dtype} | options
+        if self._sums_natively:
+            options["implementation"] = "trained"
         columns = self._columns()
         if columns is None:
             y = matmul(self.operand, x, bias, residual=residual, **plain)
@@ -110,6 +113,13 @@ class Adapted(Wrapper):
         y = y if bias is None else y + taken(bias).astype(jnp.float32)[None, :]
         y = y.astype(dtype)
         return y if residual is None else y + residual
+
+    @property
+    def _sums_natively(self) -> bool:
+        """Whether (x A) B is added by the native kernel in training: XLA would keep both sums for
+        the backward pass, and add them wherever their sum is read."""
+        base = self.base
+        return isinstance(base, Frozen) and not base.is_split and native.is_ready()
 
     def _columns(self) -> Float[Array, " out"] | None:
         if self.magnitude is None:

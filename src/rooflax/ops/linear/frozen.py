@@ -7,6 +7,7 @@ matrix is there in float32.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -35,9 +36,12 @@ from rooflax.ops.weights.rotation import BLOCK, rotate
 STATIC = {"static": True}
 
 
-@jax.custom_vjp
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
 def product(
-    x: Float[Array, "rows in"], w: StoredOperand, index: Int[Array, ""] | None = None
+    x: Float[Array, "rows in"],
+    w: StoredOperand,
+    index: Int[Array, ""] | None = None,
+    is_split: bool = False,
 ) -> Float[Array, "rows out"]:
     """x times the numbers of w, in float32; activations are never rounded, whatever the format.
 
@@ -45,25 +49,30 @@ def product(
 
     Args:
         index: w is a stack of weights, and this is the number of the one that is meant.
+        is_split: as `Frozen` has it.
     """
-    return dot_general(x.astype(jnp.float32), _numbers(w, index, x), (((1,), (0,)), ((), ())))
+    numbers = _numbers(w, index, x, is_split)
+    return dot_general(x.astype(jnp.float32), numbers, (((1,), (0,)), ((), ())))
 
 
 Kept = tuple[StoredOperand, Int[Array, ""] | None, Array]
 
 
-def _forward(x: Array, w: StoredOperand, index: Array | None) -> tuple[Array, Kept]:
-    return product(x, w, index), (w, index, jnp.zeros(0, x.dtype))
+def _forward(x: Array, w: StoredOperand, index: Array | None, is_split: bool) -> tuple[Array, Kept]:
+    return product(x, w, index, is_split), (w, index, jnp.zeros(0, x.dtype))
 
 
-def _backward(kept: Kept, dy: Array) -> tuple[Array, None, None]:
+def _backward(is_split: bool, kept: Kept, dy: Array) -> tuple[Array, None, None]:
     w, index, like = kept
-    dx = dot_general(dy, _numbers(w, index, dy), (((1,), (1,)), ((), ())))
+    dx = dot_general(dy, _numbers(w, index, dy, is_split), (((1,), (1,)), ((), ())))
     return dx.astype(like.dtype), None, None
 
 
 def _numbers(
-    w: StoredOperand, index: Int[Array, ""] | None, x: Float[Array, "rows width"]
+    w: StoredOperand,
+    index: Int[Array, ""] | None,
+    x: Float[Array, "rows width"],
+    is_split: bool,
 ) -> Float[Array, "in out"]:
     """Numbers of w, or of one of its stack, made once x is there.
 
@@ -71,7 +80,7 @@ def _numbers(
     for the backward pass; on CPU it drops barriers. So the native kernel has an argument of x that
     it does not read, and else x has a part in the numbers, which is zero.
     """
-    if _is_decoded_natively(w):
+    if _has_codes(w) and not is_split and native.is_ready():
         found = cpu.numbers(w, index, after=x[0, :1].astype(jnp.float32))
         return rotate(found.T).T if w.rotates_inputs else found
     one = w if index is None else w.member(index)
@@ -81,9 +90,9 @@ def _numbers(
     return jax.tree.map(lambda leaf: leaf + zero.astype(leaf.dtype), one).numbers()
 
 
-def _is_decoded_natively(w: StoredOperand) -> bool:
-    has_codes = isinstance(w, Quantized) and not w.is_matrix
-    return has_codes and native.is_ready() and native.unreadable(w.code) is None
+def _has_codes(w: StoredOperand) -> bool:
+    """Whether the native library decodes w."""
+    return isinstance(w, Quantized) and not w.is_matrix and native.unreadable(w.code) is None
 
 
 product.defvjp(_forward, _backward)
@@ -100,8 +109,10 @@ def lengths(
     """
     a, b = jax.lax.stop_gradient((a, b))
     rows = a.T
-    added = jnp.sum(b * (2 * _product(rows, w.operand) + rows @ a @ b), axis=0)
-    return jax.lax.stop_gradient(jnp.sqrt(jnp.maximum(_squares(rows, w.operand) + added, 0.0)))
+    product = _product(rows, w.operand, w.is_split)
+    added = jnp.sum(b * (2 * product + rows @ a @ b), axis=0)
+    squares = _squares(rows, w.operand, w.is_split)
+    return jax.lax.stop_gradient(jnp.sqrt(jnp.maximum(squares + added, 0.0)))
 
 
 @jax.tree_util.register_dataclass
@@ -112,12 +123,14 @@ class Frozen(Wrapper):
     Attributes:
         base: an array [*in, *out] or an operand; a table is [vocab, hidden].
         is_table: it makes logits; an array is [vocab, hidden].
+        is_split: it is on several devices, among which XLA does not split native kernels.
     """
 
     base: Any
     in_shape: tuple[int, ...] = field(metadata=STATIC)  # type: ignore[assignment]
     out_shape: tuple[int, ...] = field(metadata=STATIC)  # type: ignore[assignment]
     is_table: bool = field(default=False, metadata=STATIC)
+    is_split: bool = field(default=False, metadata=STATIC)
 
     def at(self, index: Any) -> Frozen:
         return replace(self, base=at(self.base, index))
@@ -135,7 +148,7 @@ class Frozen(Wrapper):
     ) -> Float[Array, "rows out"]:
         """`linear.api.matmul` by XLA."""
         del num_rows, implementation  # padding is computed like the rest
-        y = _product(applied(prologue, x), self.operand)
+        y = _product(applied(prologue, x), self.operand, self.is_split)
         y = y if bias is None else y + taken(bias).astype(jnp.float32)[None, :]
         y = y.astype(dtype)
         return y if residual is None else y + residual
@@ -144,21 +157,22 @@ class Frozen(Wrapper):
         return take(self.operand, ids, **options)
 
 
-def _squares(x: Float[Array, "rows in"], w: Operand) -> Float[Array, " out"]:
+def _squares(x: Float[Array, "rows in"], w: Operand, is_split: bool) -> Float[Array, " out"]:
     """Sum over the inputs of the squares of W's numbers, made once x is there."""
     if isinstance(w, Fused):
-        return w.together([_squares(x, part)[None] for part in w.parts])[0]
+        return w.together([_squares(x, part, is_split)[None] for part in w.parts])[0]
     if isinstance(w, Branch):
-        return w.branch(lambda one: _squares(x, one))
+        return w.branch(lambda one: _squares(x, one, is_split))
     one, index = w.in_stack()
-    squares = jnp.sum(jnp.square(_numbers(one, index, x)), axis=0)
+    squares = jnp.sum(jnp.square(_numbers(one, index, x, is_split)), axis=0)
     return squares * BLOCK if one.rotates_inputs else squares
 
 
-def _product(x: Float[Array, "rows in"], w: Operand) -> Float[Array, "rows out"]:
+def _product(x: Float[Array, "rows in"], w: Operand, is_split: bool) -> Float[Array, "rows out"]:
     if isinstance(w, Fused):
-        return w.together([_product(x, part) for part in w.parts])
+        return w.together([_product(x, part, is_split) for part in w.parts])
     if isinstance(w, Branch):
-        return w.branch(lambda one: _product(x, one))
+        return w.branch(lambda one: _product(x, one, is_split))
     one, index = w.in_stack()
-    return product(rotate(x.astype(jnp.float32)) if one.rotates_inputs else x, one, index)
+    rows = rotate(x.astype(jnp.float32)) if one.rotates_inputs else x
+    return product(rows, one, index, is_split)

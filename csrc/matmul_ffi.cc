@@ -833,7 +833,8 @@ __attribute__((visibility("default"))) double rooflax_time_matmul(const char* va
     const bool form = product.IsPacked() ? product.bytes : product.width == Width::kBfloat16;
     const Kernels& own = DefaultKernels();
     if (!HaveSameBits(*kernels, own, product.layout, form)) return -1;
-    if (kernels != &own && IsSameWork(*kernels, own, product)) return -1;
+    const bool is_own = kernels == &own;
+    if (!is_own && (IsSameWork(*kernels, own, product) || std::strcmp(variant, "avx512-bf16") == 0)) return -1;
     const bool by_tiles = product.IsPacked() && product.bytes && IsTiled(own, CodeOf(product.layout), rows);
     if (own.tiled && !by_tiles && std::strcmp(variant, "avx512-far") == 0) return -1;
     const auto start = std::chrono::steady_clock::now();

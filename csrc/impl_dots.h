@@ -62,7 +62,9 @@ void PanelsByPairs(const MatmulArgs& a, int64_t tile, int64_t height, int64_t fr
 }
 
 void PairsByDots(const MatmulArgs& a) {
-  if (a.terms == nullptr || a.num_terms != 1 || a.inner == 0) return avx512_far::kKernels.pairs(a);
+  if (a.terms == nullptr || a.num_terms != 1 || a.inner == 0) {
+    return __builtin_cpu_is("amd") ? avx512_far::kKernels.pairs(a) : avx512::kKernels.pairs(a);
+  }
   if (a.rows == 1) {
     const int64_t turns = (a.end - a.begin) / kStreams;
     for (int64_t turn = 0; turn < turns; ++turn) RowsByPairs<1, kStreams>(a, 0, 1, 0, a.begin + turn, turns);

@@ -113,14 +113,14 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def flag_names(self) -> dict[str, str]:
-        """Long flag of each field, by the field's name in Python."""
-        by_name = {}
+        """Long flag of each field, the first of several, by the field's name in Python."""
+        by_name: dict[str, str] = {}
         for action in self._actions:
             longs = [flag for flag in action.option_strings if flag.startswith("--")]
             long_flag = f"--{action.dest.replace('_', '-')}"
             if longs:
                 name = FIELDS.get(action.dest, action.dest)
-                by_name[name] = long_flag if long_flag in longs else longs[0]
+                by_name.setdefault(name, long_flag if long_flag in longs else longs[0])
         return by_name
 
     def flag_of(self, dest: str) -> str:

@@ -182,7 +182,9 @@ def take_variables(args: argparse.Namespace) -> None:
         if text is None or action.dest in args.stated or not action.option_strings:
             continue
         if isinstance(action.default, list):
-            value: Any = [part.strip() for part in text.split(",") if part.strip()]
+            parts = [text] if text.startswith("{") else text.split(",")  # JSON has commas too
+            before = getattr(args, action.dest) or []  # of another flag for the same
+            value: Any = [*before, *(part.strip() for part in parts if part.strip())]
         elif action.nargs == 0:
             if text.lower() not in (*_YES, *_NO):
                 raise RequestError(f"{name} is {text[:40]!r}; it must be 1 or 0.")
@@ -199,9 +201,14 @@ def lora_named(text: str) -> str:
     """An adapter of --lora-modules as NAME=DIR: it is that, or JSON with name and path.
 
     Raises:
-        RequestError: it is JSON of something else.
+        RequestError: it is neither.
     """
     if not text.startswith("{"):
+        if "=" not in text:
+            raise RequestError(
+                f"--lora has {text[:80]!r}, which is no NAME=DIR; MODEL stands before "
+                f"--lora-modules."
+            )
         return text
     try:
         stated = json.loads(text)

@@ -38,7 +38,8 @@ def _gated_forward(name: str, gate_up: Array) -> tuple[Array, Array]:
 
 
 def _gated_backward(name: str, gate_up: Array, dy: Array) -> tuple[Array]:
-    gate, up = gate_up[..., 0, :], gate_up[..., 1, :]
+    gate, up = (gate_up[..., part, :].astype(jnp.float32) for part in (0, 1))
+    dy = dy.astype(jnp.float32)
     if ACTIVATIONS[name] is jax.nn.silu:
         # by tanh: XLA would keep a sigmoid that the forward pass has as well
         share = 0.5 * jnp.tanh(0.5 * gate) + 0.5
@@ -46,7 +47,7 @@ def _gated_backward(name: str, gate_up: Array, dy: Array) -> tuple[Array]:
     else:
         silu, pull = jax.vjp(ACTIVATIONS[name], gate)
         (slope,) = pull(jnp.ones_like(gate))
-    return (jnp.stack([dy * up * slope, dy * silu], axis=-2),)
+    return (jnp.stack([dy * up * slope, dy * silu], axis=-2).astype(gate_up.dtype),)
 
 
 gated.defvjp(_gated_forward, _gated_backward)

@@ -143,7 +143,7 @@ async def load_lora(service: Service, request: Request, body: Any) -> Response:
         param = error.param if isinstance(error, RequestError) else "lora_path"
         if param == "max_loras":
             raise ApiError(str(error), status=409, code="no_free_slot") from None
-        said = str(error).replace(f"{root}{os.sep}", "")  # where the folder lies is the server's
+        said = str(error).replace(f"{root}{os.sep}", "").replace(str(root), "lora_path")
         raise ApiError(said, param=param) from None
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 

@@ -281,6 +281,10 @@ def _check_stacks(model: Model) -> None:
             leaves = jax.tree.leaves(leaf, is_leaf=lambda one: isinstance(one, Operand))
             stacks = any(getattr(one, "stack", ()) for one in leaves)
             if stacks and any(getattr(one, "quantizes_activations", False) for one in leaves):
+                if "stacked_layers" in model.weights:
+                    raise RequestError(
+                        "Beside quantized weights rooflax trains an adapter with `layers` unrolled."
+                    )
                 raise RequestError(
                     f"The model is {model.family} with quantized experts, beside which rooflax "
                     f"trains no adapter; take a checkpoint that is not quantized."

@@ -18,6 +18,7 @@ from rooflax.models.initialize import random_weights
 from rooflax.models.model import build
 from rooflax.models.registry import read_config
 from rooflax.nn.storage import Storage
+from rooflax.ops.activation import ACTIVATIONS, gated
 from rooflax.ops.linear.frozen import Frozen, lengths, product
 from rooflax.ops.weights import Pairs, as_operand, pack_pairs, quantize
 from rooflax.ops.weights.rotation import rotate
@@ -400,6 +401,26 @@ def test_quantized_weights_still_have_no_gradients_of_their_own(corpora, tmp_pat
     config = tiny.settings(steps=1, batch_size=2, seq_len=16)
     with pytest.raises(RequestError, match="or train an adapter"):
         run_training(model, config, *corpora, tmp_path)
+
+
+def test_quantized_layers_in_a_scan_are_rejected_in_one_sentence():
+    model, _ = adapter_cases.started("quantized")
+    config = dataclasses.replace(adapter_cases.train_config("quantized"), layers="scan")
+    with pytest.raises(RequestError, match="Beside quantized weights .* `layers` unrolled"):
+        LoraTraining(model.stacked(), config)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_gradients_of_gated_activations(name, dtype):
+    gates = jnp.linspace(-12, 12, 97)
+    gate_up = jnp.stack([gates, jnp.cos(gates)]).astype(dtype)
+    found = jax.grad(lambda x: gated(name, x).astype(jnp.float32).sum())(gate_up)
+    assert found.dtype == gate_up.dtype
+    wide = gate_up.astype(jnp.float32)
+    wanted = jax.grad(lambda x: (ACTIVATIONS[name](x[0]) * x[1]).sum())(wide)
+    near = {"rtol": 1e-5, "atol": 2e-6} if dtype == "float32" else {"rtol": 1e-2, "atol": 1e-4}
+    np.testing.assert_allclose(found.astype(jnp.float32), wanted, **near)
 
 
 def test_no_more_than_a_matrix_is_dequantized_at_a_time():

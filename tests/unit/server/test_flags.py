@@ -133,7 +133,9 @@ def test_every_flag_has_its_effect_or_is_rejected(observe):
             assert found[1:] != base[1:], flag
 
 
-@pytest.mark.parametrize("flag", ["--chat-template", "--max-loras", "--mesh", "--watchdog"])
+@pytest.mark.parametrize(
+    "flag", ["--chat-template", "--lora", "--max-loras", "--mesh", "--watchdog"]
+)
 def test_flags_of_answers_have_no_meaning_beside_training(observe, flag):
     code, err, *_ = observe(TINY, "--train", "runs", flag, *FLAGS[flag])
     assert code == 2 and f"{flag} has no meaning with --train" in err
@@ -153,6 +155,18 @@ def test_adapters_as_vllm_names_them(observe):
     assert "'max_loras': 1" in observe(TINY, "--enable-lora")[2]
     assert "'max_loras': 3" in observe(TINY, "--enable-lora", "--max-loras", "3")[2]
     assert "'max_loras': None" in observe(TINY, "--enable-lora", "--lora", "x=DIR")[2]
+
+
+def test_adapters_in_variables(observe, monkeypatch):
+    monkeypatch.setenv("ROOFLAX_LORA", "z=DIR, w=DIR")
+    monkeypatch.setenv("ROOFLAX_LORA_MODULES", '{"name": "x", "path": "DIR"}')
+    assert "['z=DIR', 'w=DIR', 'x=DIR']" in observe(TINY)[2]
+
+
+def test_a_model_behind_the_adapters_is_none_of_them(observe):
+    code, err, asked, _ = observe("--lora-modules", "x=DIR", "owner/model")
+    assert code == 2 and asked == "[]"
+    assert "'owner/model', which is no NAME=DIR; MODEL stands before --lora-modules" in err
 
 
 @pytest.mark.parametrize(

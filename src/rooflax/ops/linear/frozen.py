@@ -162,7 +162,7 @@ def _squares(x: Float[Array, "rows in"], w: Operand, is_split: bool) -> Float[Ar
     if isinstance(w, Fused):
         return w.together([_squares(x, part, is_split)[None] for part in w.parts])[0]
     if isinstance(w, Branch):
-        return w.branch(lambda one: _squares(x, one, is_split))
+        return w.branch(lambda one: _squares(x, taken(one), is_split))
     one, index = w.in_stack()
     squares = jnp.sum(jnp.square(_numbers(one, index, x, is_split)), axis=0)
     return squares * BLOCK if one.rotates_inputs else squares
@@ -172,7 +172,8 @@ def _product(x: Float[Array, "rows in"], w: Operand, is_split: bool) -> Float[Ar
     if isinstance(w, Fused):
         return w.together([_product(x, part, is_split) for part in w.parts])
     if isinstance(w, Branch):
-        return w.branch(lambda one: _product(x, one, is_split))
+        # Its copy: what a branch keeps for the backward pass is kept for each layer.
+        return w.branch(lambda one: _product(x, taken(one), is_split))
     one, index = w.in_stack()
     rows = rotate(x.astype(jnp.float32)) if one.rotates_inputs else x
     return product(rows, one, index, is_split)

@@ -17,11 +17,6 @@ constexpr bool kOneFetches = true;
 constexpr int64_t kDepth = 1, kFewTile = 1, kFewVectors = 2, kAhead = 4096, kWideStripe = 0;
 constexpr bool kOneFetches = false;
 #endif
-// Rows in the first of as few turns as `most` at a time allows, all of about the same length.
-constexpr int64_t Evenly(int64_t rows, int64_t most) {
-  const int64_t turns = (rows + most - 1) / most;
-  return (rows + turns - 1) / turns;
-}
 
 constexpr int64_t kPair = 2 * kLanes;
 
@@ -344,19 +339,58 @@ void PackColumns(const MatmulArgs& a, int64_t first_panel, int64_t panels, int64
   }
 }
 
-template <typename W>
-void MatmulMany(const MatmulArgs& a) {
-  const auto pack = [&](int64_t first_panel, int64_t panels, int64_t k, int64_t k_end, float* to) {
-    PackColumns<W>(a, first_panel, panels, k, k_end, to);
-  };
+// Columns [begin, end) of any number of rows, summed in parts; pack as `MultiplyMany` has it.
+template <typename Pack>
+void MultiplyColumns(const MatmulArgs& a, int64_t part_length, const Pack& pack) {
   const int64_t panels = (a.end - a.begin + kColumns - 1) / kColumns;
-  MultiplyMany(a.x, a.rows, a.inner, PartLength(a.inner), 0, panels, pack,
+  MultiplyMany(a.x, a.rows, a.inner, part_length, 0, panels, pack,
                [&](int64_t row, int64_t panel, const float* sums) {
                  const int64_t n = a.begin + panel * kColumns;
                  Finish(a.out, row, n, std::min(kColumns, a.end - n), sums);
                });
 }
 
+template <typename W>
+void MatmulMany(const MatmulArgs& a) {
+  MultiplyColumns(a, PartLength(a.inner), [&](int64_t first, int64_t panels, int64_t k, int64_t k_end, float* to) {
+    PackColumns<W>(a, first, panels, k, k_end, to);
+  });
+}
+
 void Matmul(const MatmulArgs& a) {
   a.width == Width::kFloat32 ? MatmulMany<float>(a) : MatmulMany<uint16_t>(a);
+}
+
+// ---- Many rows of x times the transpose of a matrix ----
+
+// Panels of inputs [k, k_end) of w, [outer, inner], the last panel filled up with zeros.
+template <typename W>
+void PackTransposed(const MatmulArgs& a, int64_t first_panel, int64_t panels, int64_t k, int64_t k_end, float* to) {
+  const int64_t begin = a.begin + first_panel * kColumns, count = std::min(panels * kColumns, a.end - begin);
+  const W* w = static_cast<const W*>(a.w) + begin * a.inner;
+  for (int64_t n = 0; n < panels * kColumns; n += kLanes) {
+    float* panel = to + n / kColumns * kBlockInner * kColumns + n % kColumns;
+    const int64_t rows = std::clamp<int64_t>(count - n, 0, kLanes);
+    for (int64_t at = k; at < k_end; at += kLanes) {
+      const int64_t width = std::min(kLanes, k_end - at);
+      float block[kLanes][kLanes] = {};  // so that a line of w is read as a whole
+      for (int64_t r = 0; r < rows; ++r) {
+        const W* from = w + (n + r) * a.inner + at;
+        for (int64_t i = 0; i < width; ++i) block[i][r] = Widen(from[i]);
+      }
+      for (int64_t i = 0; i < width; ++i) std::copy(block[i], block[i] + kLanes, panel + (at - k + i) * kColumns);
+    }
+  }
+}
+
+template <typename W>
+void TransposedMany(const MatmulArgs& a) {
+  MultiplyColumns(a, std::max<int64_t>(1, a.inner),
+                  [&](int64_t first, int64_t panels, int64_t k, int64_t k_end, float* to) {
+                    PackTransposed<W>(a, first, panels, k, k_end, to);
+                  });
+}
+
+void MatmulTransposed(const MatmulArgs& a) {
+  a.width == Width::kFloat32 ? TransposedMany<float>(a) : TransposedMany<uint16_t>(a);
 }

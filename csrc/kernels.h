@@ -335,6 +335,8 @@ struct Kernels {
   void (*matmul)(const MatmulArgs&);  // any number of rows; columns from a multiple of kPanel on
   void (*matmul_part)(const MatmulArgs&);  // up to kFewRows: the sums of one part
   void (*add_parts)(const MatmulArgs&);  // writes the output from all parts' sums
+  // Any number of rows, of which x is as it is, times the transpose of w [outer, inner]; summed input after input.
+  void (*matmul_transposed)(const MatmulArgs&);
   void (*pairs)(const MatmulArgs&);
   void (*unembed)(const MatmulArgs&);
   void (*before)(const BeforeArgs&, const float* x, float* out);

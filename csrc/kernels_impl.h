@@ -77,13 +77,13 @@ const ByteKernels kBytes = {kRowOffset, QuantizeRow, QuantizeGroups, Bytes};
 #else
 const Kernels kKernels = {ROOFLAX_ISA_NAME, kTileRows,   false,              kRowOffset,
                           kShortRow,        nullptr,     OrderInputs,        Matmul,
-                          MatmulPart,       AddParts,    Pairs,              Unembed,
-                          RunBefore,        Rotate,      QuantizeRow,        QuantizeGroups,
-                          Narrow,           Widen,       Bytes,              Packed,
-                          Numbers,          Attend,      nullptr,            Whole,
-                          WholeBackward,    Argmax,      Above,              ExpTotal,
-                          ExpEach,          SumsAbove,   Draw,               kColumnsAtOnce,
-                          Delta,            Shrink,      Expand};
+                          MatmulPart,       AddParts,    MatmulTransposed,   Pairs,
+                          Unembed,          RunBefore,   Rotate,             QuantizeRow,
+                          QuantizeGroups,   Narrow,      Widen,              Bytes,
+                          Packed,           Numbers,     Attend,             nullptr,
+                          Whole,            WholeBackward, Argmax,           Above,
+                          ExpTotal,         ExpEach,     SumsAbove,          Draw,
+                          kColumnsAtOnce,   Delta,       Shrink,             Expand};
 #endif
 
 }  // namespace ROOFLAX_ISA

@@ -553,18 +553,6 @@ void Multiply(const Inputs& in, const Matmul& p, const Prepared& rows, const Run
   kernels.bytes(args);
 }
 
-// Where pieces of `units` end, in multiples of `unit` and none shorter than `least`: each takes one
-// `share`-th of what is left, so that long ones stream and short ones at the end let threads finish together.
-std::vector<int64_t> Pieces(int64_t units, int64_t unit, int64_t least, int64_t share) {
-  std::vector<int64_t> ends;
-  for (int64_t begin = 0; begin < units; begin = ends.back()) {
-    const int64_t wanted = (units - begin + share - 1) / share;
-    const int64_t end = begin + std::max(least, (wanted + unit - 1) / unit * unit);
-    ends.push_back(end + least > units ? units : end);
-  }
-  return ends;
-}
-
 // Rows up to which reading a matrix takes longer than multiplying with it.
 constexpr int64_t kStreamedRows = 8;
 constexpr int64_t kShared = 65536;  // sums that are worth more than one thread to add up
@@ -652,7 +640,9 @@ void Compute(Pool& pool, const Inputs& in, Matmul p, char* y) {
   if (IsStreamed(p, runs)) {
     Stream(in, p, ready, runs, to, threads, parallel);
   } else {
-    const std::vector<int64_t> ends = Pieces(p.units, p.unit, p.least, 2 * threads);
+    const bool copies = !p.bytes && p.rows > kFewRows * static_cast<int64_t>(runs.size());
+    const std::vector<int64_t> ends = copies ? FewPieces(p.units, p.unit, p.least, threads)
+                                             : Pieces(p.units, p.unit, p.least, 2 * threads);
     const auto count = static_cast<int64_t>(runs.size());
     parallel(static_cast<int64_t>(ends.size()) * count, [&](int64_t item) {
       const int64_t piece = item / count, begin = piece == 0 ? 0 : ends[piece - 1];

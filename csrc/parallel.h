@@ -5,11 +5,13 @@
 #ifndef ROOFLAX_PARALLEL_H_
 #define ROOFLAX_PARALLEL_H_
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -102,6 +104,24 @@ void ParallelFor(int64_t count, int64_t num_threads, const Schedule& schedule, c
   const auto summon = [&] { schedule([] { TheTeam().Watch(); }); };
   if (helpers > 0 && TheTeam().Share(count, helpers, run, &work, summon)) return;
   for (int64_t i = 0; i < count; ++i) work(i);
+}
+
+// Where pieces of `units` end, in multiples of `unit` and none shorter than `least`: each takes one
+// `share`-th of what is left, so that long ones stream and short ones at the end let threads finish together.
+inline std::vector<int64_t> Pieces(int64_t units, int64_t unit, int64_t least, int64_t share) {
+  std::vector<int64_t> ends;
+  for (int64_t begin = 0; begin < units; begin = ends.back()) {
+    const int64_t wanted = (units - begin + share - 1) / share;
+    const int64_t end = begin + std::max(least, (wanted + unit - 1) / unit * unit);
+    ends.push_back(end + least > units ? units : end);
+  }
+  return ends;
+}
+
+// The same where each piece makes a copy of its own of what they share: at most about one and a half per thread.
+inline std::vector<int64_t> FewPieces(int64_t units, int64_t unit, int64_t least, int64_t threads) {
+  const int64_t quarter = (units / (2 * threads) + unit - 1) / unit * unit;
+  return Pieces(units, unit, std::max(least, quarter), threads);
 }
 
 }  // namespace rooflax

@@ -214,6 +214,12 @@ void TestMatmul(int64_t rows, int64_t inner, int64_t outer, bool narrow, int64_t
         {x.data(), weights, {table_y.data(), nullptr, nullptr, outer}, rows, inner, i * 40, end,
          width, nullptr, 0, 0, 0, 0, table_terms.data(), num_terms});
   });
+  std::vector<float> transposed_y(table_y);
+  Share((outer + 47) / 48, [&](int64_t i) {
+    kernels.matmul_transposed(
+        {x.data(), weights, {transposed_y.data(), bias.data(), nullptr, outer}, rows, inner, i * 48,
+         std::min(outer, (i + 1) * 48), width, nullptr, 0, 0, 0, 0, nullptr, 0});
+  });
   for (int64_t m = 0; m < rows; ++m) {
     for (int64_t n = 0; n < outer; ++n) {
       float sum = 0, table_sum = 0;
@@ -223,6 +229,7 @@ void TestMatmul(int64_t rows, int64_t inner, int64_t outer, bool narrow, int64_t
       }
       Check("matmul", y[m * outer + n], sum + bias[n] + residual[m * outer + n], 1e-3f);
       Check("unembed", table_y[m * outer + n], table_sum, 1e-3f);
+      Check("transposed", transposed_y[m * outer + n], table_sum + bias[n], 1e-3f);
     }
   }
 }

@@ -16,7 +16,7 @@ flags="-std=c++17 ${OPTIMISE:--O0} -g -ffp-contract=fast -Wall -Wextra -Wno-psab
 sanitize="-fsanitize=address,undefined -fsanitize-undefined-trap-on-error"
 export ASAN_OPTIONS=handle_sigill=1  # as tools/sanitize.sh
 sources=(tools/fuzz_ffi csrc/adapters_ffi csrc/matmul_ffi csrc/sample_ffi csrc/attention_ffi csrc/cache_ffi csrc/mask_exchange
-  csrc/encode_blocks csrc/pack_blocks csrc/recurrent_ffi csrc/rows_ffi csrc/whole_ffi)
+  csrc/encode_blocks csrc/pack_blocks csrc/recurrent_ffi csrc/rows_ffi csrc/transposed_ffi csrc/whole_ffi)
 printf '%s\n' "${sources[@]}" | xargs -P "$(nproc)" -I{} \
   sh -c "$compiler $flags $sanitize -Icsrc -isystem $jaxlib/include -c {}.cc -o $out/\$(basename {}).o"
 "$compiler" $sanitize "$out"/*.o "$kernels"/{dispatch,kernels_*}.o -pthread -o "$out/fuzz"

@@ -26,7 +26,7 @@ const char* rooflax_instruction_set();
 int rooflax_force_instruction_set(const char* name);
 XLA_FFI_Handler rooflax_matmul, rooflax_attention, rooflax_rows, rooflax_argmax, rooflax_sample,
     rooflax_cache_write, rooflax_norm, rooflax_numbers, rooflax_delta_rule, rooflax_causal_conv,
-    rooflax_whole_attention, rooflax_whole_attention_gradients, rooflax_adapters;
+    rooflax_whole_attention, rooflax_whole_attention_gradients, rooflax_adapters, rooflax_matmul_transposed;
 int32_t rooflax_masks_new(int64_t rows, int64_t slots, int64_t words);
 int32_t* rooflax_masks_words(int32_t number);
 void rooflax_masks_begin(int32_t number);
@@ -402,6 +402,25 @@ void FuzzRows() {
     Expect(y.At<float>(i) == Decode(table, from), "a row");
   }
   Expect(IsUntouched(y, real.rows * inner, n * inner), "padding was written");
+}
+
+void FuzzTransposed() {
+  const int64_t rows = draw.In(0, 30), inner = draw.OneIn(20) ? draw.In(200, 600) : draw.In(0, 40);
+  const int64_t outer = draw.OneIn(10) ? draw.In(60, 200) : draw.In(0, 40);
+  Call call{rooflax_matmul_transposed, {}, {}, {}};
+  call.args.emplace_back(kF32, std::vector<int64_t>{rows, inner});
+  call.args.emplace_back(draw.Of({kF32, kBf16}), std::vector<int64_t>{outer, inner});
+  call.rets.emplace_back(kF32, std::vector<int64_t>{rows, outer});
+  if (call.Mutate()) return call.RunMutated();
+  for (Array& arg : call.args) arg.Fill();
+  if (!call.RunExpecting(true)) return;
+  for (int64_t i = 0; i < rows * outer; ++i) {
+    double sum = 0;
+    for (int64_t k = 0; k < inner; ++k) {
+      sum += static_cast<double>(Decode(call.args[0], i / outer * inner + k)) * Decode(call.args[1], i % outer * inner + k);
+    }
+    ExpectNear(call.rets[0].At<float>(i), static_cast<float>(sum), "a product with a transpose");
+  }
 }
 
 // A value as a vocabulary's logits hold, seldom one that is none.
@@ -1456,6 +1475,7 @@ int main(int argc, char** argv) {
                   {"rooflax_adapters", rooflax_adapters, FuzzAdapters},
                   {"rooflax_attention", rooflax_attention, FuzzAttention},
                   {"rooflax_rows", rooflax_rows, FuzzRows},
+                  {"rooflax_matmul_transposed", rooflax_matmul_transposed, FuzzTransposed},
                   {"rooflax_argmax", rooflax_argmax, FuzzArgmax},
                   {"rooflax_sample", rooflax_sample, FuzzSample},
                   {"rooflax_cache_write", rooflax_cache_write, FuzzCacheWrite},

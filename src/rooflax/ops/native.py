@@ -22,7 +22,7 @@ TARGETS = (
     "rooflax_matmul", "rooflax_attention", "rooflax_rows", "rooflax_argmax", "rooflax_sample",
     "rooflax_cache_write", "rooflax_delta_rule", "rooflax_causal_conv", "rooflax_numbers",
     "rooflax_norm", "rooflax_zeros", "rooflax_whole_attention", "rooflax_whole_attention_gradients",
-    "rooflax_adapters",
+    "rooflax_adapters", "rooflax_matmul_transposed",
 )  # fmt: skip
 LAYOUTS = (
     "matrix", "table", "pairs", "int8", "int8-h64", "fp8", "int8-g32", "int4", "mxfp4", "q4_1",
@@ -32,7 +32,7 @@ LAYOUTS = (
 """Layouts of weights that its kernels read: [in, out], [out, in], `Pairs`, and codes."""
 READ_AS = {"int4-z64": "q4_k", "int4-z128": "q4_k"}
 """Codes whose arrays are those of another layout."""
-KERNELS_VERSION = 24
+KERNELS_VERSION = 25
 """Version of what the arguments of its functions mean; csrc/attention_ffi.cc says the library's."""
 OLDER = "the native library is not of this version; install rooflax again"
 INSTRUCTION_SETS = (

@@ -18,8 +18,9 @@ from rooflax.models.initialize import random_weights
 from rooflax.models.model import build
 from rooflax.models.registry import read_config
 from rooflax.nn.storage import Storage
+from rooflax.ops import native
 from rooflax.ops.activation import ACTIVATIONS, gated
-from rooflax.ops.linear.frozen import Frozen, lengths, product
+from rooflax.ops.linear.frozen import Frozen, adapted, lengths, product
 from rooflax.ops.weights import Pairs, as_operand, pack_pairs, quantize
 from rooflax.ops.weights.rotation import rotate
 from rooflax.train.adapters import LoraTraining, resolved
@@ -61,26 +62,61 @@ def stepping(model, config):
     return state, make_train_step(model, optimizer, config, lora), lora
 
 
-@pytest.mark.parametrize("format", ["iq4_nl", "mxfp4-a8", "w8a8", "w8a8-h64", "pairs", "float32"])
-def test_gradients_of_a_frozen_product(format):
-    random = np.random.default_rng(0)
-    w = random.normal(size=(256, 48)).astype(np.float32)
+STORED = ["iq4_nl", "mxfp4-a8", "w8a8", "w8a8-h64", "pairs", "float32", "bfloat16"]
+WIDTHS = [48, 1024]
+"""Outputs of a matrix whose rows do not share, and share, the sets of a first cache."""
+
+
+def stored_as(format, w):
+    inner, outer = ((n,) for n in w.shape)
     if format == "pairs":
-        stored = pack_pairs(w.astype(jnp.bfloat16), (256,), (48,))
+        stored = pack_pairs(w.astype(jnp.bfloat16), inner, outer)
         assert isinstance(stored, Pairs)
-    elif format == "float32":
-        stored = as_operand(jnp.asarray(w))
-    else:
-        stored = quantize(w, format, (256,), (48,))
-    x, dy = (jnp.asarray(random.normal(size=(5, n)), jnp.float32) for n in (256, 48))
+        return stored
+    if format in ("float32", "bfloat16"):
+        return as_operand(jnp.asarray(w, format))
+    return quantize(w, format, inner, outer)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("format", STORED)
+def test_gradients_of_a_frozen_product(format, width):
+    random = np.random.default_rng(0)
+    w = random.normal(size=(256, width)).astype(np.float32)
+    stored = stored_as(format, w)
+    x, dy = (jnp.asarray(random.normal(size=(5, n)), jnp.float32) for n in (256, width))
     found, back = jax.vjp(lambda x: product(x, stored), x)
     numbers = stored.numbers()
     np.testing.assert_allclose(found, x @ numbers, rtol=0, atol=1e-4)
-    np.testing.assert_allclose(back(dy)[0], dy @ numbers.T, rtol=0, atol=1e-4)
-    a, b = (jnp.asarray(random.normal(size=size), jnp.float32) for size in ((256, 3), (3, 48)))
-    found = lengths(Frozen(stored, (256,), (48,)), a, b)
+    np.testing.assert_allclose(back(dy)[0], dy @ numbers.T, rtol=0, atol=3e-4)
+    sizes = (256, 3), (3, width)
+    a, b = (jnp.asarray(random.normal(size=size), jnp.float32) for size in sizes)
+    found = lengths(Frozen(stored, (256,), (width,)), a, b)
     own = rotate(numbers.T).T if stored.rotates_inputs else numbers
     np.testing.assert_allclose(found, np.linalg.norm(own + a @ b, axis=0), rtol=1e-5)
+
+
+@pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
+@pytest.mark.parametrize("is_apart", [False, True])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("format", ["iq4_nl", "w8a8-h64", "float32", "bfloat16"])
+def test_gradients_of_an_adapted_product(format, width, is_apart):
+    random = np.random.default_rng(0)
+    sizes = (7, 256), (7, 256), (256, width), (256, 3), (3, width), (7, width)
+    x, rows, w, a, b, dy = (jnp.asarray(random.normal(size=s), jnp.float32) for s in sizes)
+    stored = stored_as(format, np.asarray(w))
+    numbers = stored.numbers()
+
+    def of(x, rows, a, b):
+        return adapted(x, rows if is_apart else None, stored, None, a, b)
+
+    def plain(x, rows, a, b):
+        return x @ numbers + (rows if is_apart else x) @ a @ b
+
+    (found, back), (wanted, wanted_back) = (jax.vjp(f, x, rows, a, b) for f in (of, plain))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-3)
+    for one, other in zip(back(dy), wanted_back(dy), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,16 @@ from jaxtyping import Array, Float, Int
 
 from rooflax.ops import native
 from rooflax.ops.linear.api import matmul, take
-from rooflax.ops.linear.frozen import Frozen, lengths
+from rooflax.ops.linear.frozen import Frozen, adapted, lengths, rotated
 from rooflax.ops.linear.prologue import applied
-from rooflax.ops.weights import StackMember, Wrapper, as_operand, at, taken
+from rooflax.ops.weights import (
+    StackMember,
+    StoredOperand,
+    Wrapper,
+    as_operand,
+    at,
+    taken,
+)
 
 STATIC = {"static": True}
 
@@ -95,13 +102,16 @@ class Adapted(Wrapper):
     ) -> Float[Array, "rows out"]:
         """`linear.api.matmul` of the sum."""
         options: dict[str, Any] = {"num_rows": num_rows, "implementation": implementation}
+        y = self._summed_natively(x, prologue)
+        if y is not None:
+            return self._finished(y, bias, residual, dtype)
         if self.dropout is None:
             few = matmul(as_operand(self.a), x, prologue=prologue, dtype=jnp.float32, **options)
         else:
             rows = self.dropout(applied(prologue, x))
             few = matmul(as_operand(self.a), rows, dtype=jnp.float32, **options)
         plain: dict[str, Any] = {"prologue": prologue, "dtype": dtype} | options
-        if self._sums_natively:
+        if self._trains_natively:
             options["implementation"] = "trained"
         columns = self._columns()
         if columns is None:
@@ -109,17 +119,35 @@ class Adapted(Wrapper):
             return matmul(as_operand(self.b), few, residual=y, dtype=y.dtype, **options)
         y = matmul(self.operand, x, **plain)
         y = matmul(as_operand(self.b), few, residual=y, dtype=y.dtype, **options)
-        y = y.astype(jnp.float32) * columns[None, :]
+        return self._finished(y, bias, residual, dtype)
+
+    def _summed_natively(self, x: Float[Array, "rows width"], prologue: Any) -> Array | None:
+        """x W + (x A) B in float32, as training beside one frozen weight has it on CPU."""
+        if not self._trains_natively:
+            return None
+        operand = self.base.operand
+        if not isinstance(operand, StoredOperand | StackMember):  # several side by side
+            return None
+        one, index = operand.in_stack()
+        rows = applied(prologue, x)
+        seen = rows if self.dropout is None else self.dropout(rows)
+        apart = seen if self.dropout is not None or one.rotates_inputs else None
+        return adapted(rotated(rows, one), apart, one, index, taken(self.a), taken(self.b))
+
+    @property
+    def _trains_natively(self) -> bool:
+        """Whether (x A) B is added by the native kernel in training: see `frozen.adapted`."""
+        base = self.base
+        return isinstance(base, Frozen) and not base.is_split and native.is_ready()
+
+    def _finished(self, y: Array, bias: Any, residual: Array | None, dtype: Any) -> Array:
+        """The sum times `columns`, with bias and residual, in `dtype`."""
+        columns = self._columns()
+        y = y.astype(jnp.float32)
+        y = y if columns is None else y * columns[None, :]
         y = y if bias is None else y + taken(bias).astype(jnp.float32)[None, :]
         y = y.astype(dtype)
         return y if residual is None else y + residual
-
-    @property
-    def _sums_natively(self) -> bool:
-        """Whether (x A) B is added by the native kernel in training: XLA would keep both sums for
-        the backward pass, and add them wherever their sum is read."""
-        base = self.base
-        return isinstance(base, Frozen) and not base.is_split and native.is_ready()
 
     def _columns(self) -> Float[Array, " out"] | None:
         if self.magnitude is None:

@@ -83,6 +83,18 @@ def numbers(
     return call(*w.arrays, select, after, layout=np.int64(native.layout(w.code)))
 
 
+def matmul_transposed(
+    x: Float[Array, "rows in"], w: Float[Array, "out in"]
+) -> Float[Array, "rows out"]:
+    """x times the transpose of w, in float32, of any number of rows.
+
+    Its sums are in another order than those of `matmul`, the same for all numbers of rows.
+    """
+    out = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32)
+    call = jax.ffi.ffi_call("rooflax_matmul_transposed", out)
+    return call(x.astype(jnp.float32), _native(w))
+
+
 def _rounding(w: StoredOperand) -> int:
     """Rounding of the kernel's activations, by `Bytes` in csrc/matmul_ffi.cc."""
     if w.num_terms == 2:

@@ -18,6 +18,7 @@ from rooflax.ops import native
 from rooflax.ops.dot import dot_general
 from rooflax.ops.linear import cpu
 from rooflax.ops.linear.api import take
+from rooflax.ops.linear.args import LinearArgs
 from rooflax.ops.linear.prologue import applied
 from rooflax.ops.weights import (
     Branch,
@@ -34,6 +35,9 @@ from rooflax.ops.weights import (
 from rooflax.ops.weights.rotation import BLOCK, rotate
 
 STATIC = {"static": True}
+SET_BYTES = 4096
+"""Rows of a matrix that are a multiple of them apart share the sets of a first cache: XLA's product
+with its transpose then takes a third longer than the native kernel's."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -64,8 +68,19 @@ def _forward(x: Array, w: StoredOperand, index: Array | None, is_split: bool) ->
 
 def _backward(is_split: bool, kept: Kept, dy: Array) -> tuple[Array, None, None]:
     w, index, like = kept
-    dx = dot_general(dy, _numbers(w, index, dy, is_split), (((1,), (1,)), ((), ())))
-    return dx.astype(like.dtype), None, None
+    return _transposed(dy, w, index, is_split).astype(like.dtype), None, None
+
+
+def _transposed(
+    dy: Float[Array, "rows out"], w: StoredOperand, index: Int[Array, ""] | None, is_split: bool
+) -> Float[Array, "rows in"]:
+    """dy times the transposed numbers of w."""
+    numbers = _numbers(w, index, dy, is_split)
+    is_table = isinstance(w, Dense) and w.table
+    shares_sets = numbers.shape[1] * 4 % SET_BYTES == 0
+    if shares_sets and not is_table and not is_split and native.is_ready():
+        return cpu.matmul_transposed(dy, numbers)
+    return dot_general(dy, numbers, (((1,), (1,)), ((), ())))
 
 
 def _numbers(
@@ -175,5 +190,64 @@ def _product(x: Float[Array, "rows in"], w: Operand, is_split: bool) -> Float[Ar
         # Its copy: what a branch keeps for the backward pass is kept for each layer.
         return w.branch(lambda one: _product(x, taken(one), is_split))
     one, index = w.in_stack()
-    rows = rotate(x.astype(jnp.float32)) if one.rotates_inputs else x
-    return product(rows, one, index, is_split)
+    return product(rotated(x, one), one, index, is_split)
+
+
+def rotated(x: Float[Array, "rows in"], w: StoredOperand) -> Float[Array, "rows in"]:
+    """x as the numbers of w meet it."""
+    return rotate(x.astype(jnp.float32)) if w.rotates_inputs else x
+
+
+@jax.custom_vjp
+def adapted(
+    x: Float[Array, "rows in"],
+    rows: Float[Array, "rows in"] | None,
+    w: StoredOperand,
+    index: Int[Array, ""] | None,
+    a: Float[Array, "in rank"],
+    b: Float[Array, "rank out"],
+) -> Float[Array, "rows out"]:
+    """x W + (rows A) B in float32, on CPU; without `rows`, those of x.
+
+    Both passes add the adapter's part by the native kernel: XLA would keep both parts, and add them
+    wherever their sum is read.
+
+    Args:
+        index: as `product` has it.
+    """
+    return _adapted_forward(x, rows, w, index, a, b)[0]
+
+
+def _adapted_forward(
+    x: Array, rows: Array | None, w: StoredOperand, index: Array | None, a: Array, b: Array
+) -> tuple[Array, tuple[Any, ...]]:
+    few = _times(x if rows is None else rows, a)
+    y = _native(few, b, product(x, w, index))
+    like = jnp.zeros(0, x.dtype)
+    return y, (x if rows is None else like, rows, w, index, a, b, few, like)
+
+
+def _adapted_backward(kept: tuple[Any, ...], dy: Array) -> tuple[Any, ...]:
+    x, rows, w, index, a, b, few, like = kept
+    d_few = _times(dy, b.T)
+    seen = (x if rows is None else rows).astype(jnp.float32)
+    d_a, d_b = _native(d_few.T, seen).T, _native(few.T, dy)
+    dx = _transposed(dy, w, index, is_split=False)
+    if rows is None:
+        return _native(d_few, a.T, dx).astype(like.dtype), None, None, None, d_a, d_b
+    d_rows = _times(d_few, a.T).astype(rows.dtype)
+    return dx.astype(like.dtype), d_rows, None, None, d_a, d_b
+
+
+def _times(x: Float[Array, "rows n"], a: Float[Array, "n m"]) -> Float[Array, "rows m"]:
+    return dot_general(x.astype(jnp.float32), a, (((1,), (0,)), ((), ())))
+
+
+def _native(
+    x: Float[Array, "rows n"], a: Float[Array, "n m"], y: Float[Array, "rows m"] | None = None
+) -> Float[Array, "rows m"]:
+    """x a + y by the native kernel."""
+    return cpu.matmul(LinearArgs(x, Dense(a, a.shape[:1], a.shape[1:]), residual=y))
+
+
+adapted.defvjp(_adapted_forward, _adapted_backward)

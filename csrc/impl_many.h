@@ -28,6 +28,11 @@ static_assert(kBlockInner % kGroup == 0 && kNearRows % kTile == 0);
 // one under way.
 struct BlockMemory {
   Lines packed, near, done, current;
+
+  static BlockMemory& OfThread() {
+    static thread_local BlockMemory memory;
+    return memory;
+  }
 };
 
 // Inputs [begin, end): whether a part begins and ends with them, whether that part is the first, and whether they
@@ -109,12 +114,13 @@ void TilesOfBlock(const float* x, int64_t rows, int64_t inner, const PartBlock& 
 template <typename Pack, typename Emit>
 void BlockOfOutputs(const float* x, int64_t rows, int64_t inner, int64_t part_length, int64_t begin,
                     int64_t panels, const Pack& pack, const Emit& emit) {
-  static thread_local BlockMemory memory;
+  BlockMemory& memory = BlockMemory::OfThread();
+  const int64_t block_inner = (Evenly(part_length, kBlockInner) + kGroup - 1) / kGroup * kGroup;
+  const int64_t sums = rows * panels * kColumns;
   float* packed = memory.packed.Of(panels * kBlockInner * kColumns);
   float* near = memory.near.Of(std::min(rows, kNearRows) * kBlockInner);
-  float* done = memory.done.Of(rows * panels * kColumns);
-  float* current = memory.current.Of(rows * panels * kColumns);
-  const int64_t block_inner = (Evenly(part_length, kBlockInner) + kGroup - 1) / kGroup * kGroup;
+  float* done = memory.done.Of(inner > part_length ? sums : 0);
+  float* current = memory.current.Of(part_length > block_inner ? sums : 0);
   int64_t k = 0, k_end;
   do {  // once where there are no inputs
     const int64_t part = k / part_length * part_length, part_end = std::min(inner, part + part_length);

@@ -59,7 +59,7 @@ struct SplitArgs {
 // sum over k of x[m, k] * w[k, n], for n in [begin, end).
 struct MatmulArgs {
   const float* x;  // [rows, inner]; where rows of w are short, as `order_inputs` leaves them
-  const void* w;  // [inner, outer]; for `unembed` [outer, inner]; for `pairs` panels of pairs
+  const void* w;  // [inner, outer]; [outer, inner] for `unembed` and `matmul_transposed`; panels for `pairs`
   Output out;
   int64_t rows, inner, begin, end;  // of `pairs` panels
   Width width;

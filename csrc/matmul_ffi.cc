@@ -640,7 +640,8 @@ void Compute(Pool& pool, const Inputs& in, Matmul p, char* y) {
   if (IsStreamed(p, runs)) {
     Stream(in, p, ready, runs, to, threads, parallel);
   } else {
-    const bool copies = !p.bytes && p.rows > kFewRows * static_cast<int64_t>(runs.size());
+    const bool many = p.rows > kFewRows * static_cast<int64_t>(runs.size());
+    const bool copies = many && (p.layout == Layout::kMatrix || (p.IsPacked() && !p.bytes));
     const std::vector<int64_t> ends = copies ? FewPieces(p.units, p.unit, p.least, threads)
                                              : Pieces(p.units, p.unit, p.least, 2 * threads);
     const auto count = static_cast<int64_t>(runs.size());

@@ -118,10 +118,10 @@ inline std::vector<int64_t> Pieces(int64_t units, int64_t unit, int64_t least, i
   return ends;
 }
 
-// The same where each piece makes a copy of its own of what they share: at most about one and a half per thread.
+// The same where each piece makes a copy of its own of what they share: half as many, and none very short.
 inline std::vector<int64_t> FewPieces(int64_t units, int64_t unit, int64_t least, int64_t threads) {
-  const int64_t quarter = (units / (2 * threads) + unit - 1) / unit * unit;
-  return Pieces(units, unit, std::max(least, quarter), threads);
+  const int64_t shortest = (units / (4 * threads) + unit - 1) / unit * unit;
+  return Pieces(units, unit, std::max(least, shortest), threads);
 }
 
 }  // namespace rooflax

@@ -984,6 +984,7 @@ int main(int argc, char** argv) {
       }
       if (rows == 3 || rows == 16) TestMatmul(rows, 1060, 331, rows == 3);  // blocks of a part
       if (rows == 7) TestMatmul(rows, 1060, 83, true);  // and of a table
+      if (rows == 16) TestMatmul(109, 1060, 43, false);  // and more rows than are near
       if (rows == 30) TestPairs(520, 37, 19, 3);  // and of rows
       if (rows == 30) TestPairs(33, 37, 290, 1);  // and of panels
       if (rows == 2 || rows == 30) TestMatmul(rows, 37, 2100, false);  // rows too long to order

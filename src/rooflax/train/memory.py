@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from rooflax.models.model import Model
-from rooflax.nn.host_memory import rss_bytes
+from rooflax.nn.host_memory import give_back_freed, rss_bytes
 from rooflax.train.adapters import LoraTraining
 from rooflax.train.config import PREFERENCES, TrainConfig
 from rooflax.train.data import PackedBatch
@@ -55,6 +55,7 @@ def training_memory(
     loss = (make_loss if rollouts is None else rollouts.loss)(model, config, lora)
     step: Any = make_train_step(model, optimizer, config, lora, loss, devices)
     program = step.lower(state, fixed, batch).compile()
+    give_back_freed()  # as a run does before its first step
     analysis: Any = program.memory_analysis()
     start = _bytes(model.weights)
     # Without an adapter all of them are given up.

@@ -21,7 +21,7 @@ from rooflax.nn.storage import Storage
 from rooflax.ops import native
 from rooflax.ops.activation import ACTIVATIONS, gated
 from rooflax.ops.linear.frozen import Frozen, adapted, lengths, product
-from rooflax.ops.weights import Pairs, as_operand, pack_pairs, quantize
+from rooflax.ops.weights import Dense, Pairs, as_operand, pack_pairs, quantize
 from rooflax.ops.weights.rotation import rotate
 from rooflax.train.adapters import LoraTraining, resolved
 from rooflax.train.data import PackedBatch
@@ -94,6 +94,24 @@ def test_gradients_of_a_frozen_product(format, width):
     found = lengths(Frozen(stored, (256,), (width,)), a, b)
     own = rotate(numbers.T).T if stored.rotates_inputs else numbers
     np.testing.assert_allclose(found, np.linalg.norm(own + a @ b, axis=0), rtol=1e-5)
+
+
+@pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)
+def test_gradients_of_an_adapted_product_of_a_stack_in_bfloat16():
+    random = np.random.default_rng(0)
+    sizes = (7, 64), (3, 64, 48), (64, 4), (4, 48), (7, 48)
+    x, stack, a, b, dy = (jnp.asarray(random.normal(size=s), jnp.float32) for s in sizes)
+    x, index = x.astype(jnp.bfloat16), jnp.asarray(1)
+    whole = Dense(stack, (64,), (48,))
+    y, back = jax.vjp(lambda x, a, b: adapted(x, None, whole, index, a, b), x, a, b)
+    wanted, wanted_back = jax.vjp(
+        lambda x, a, b: x.astype(jnp.float32) @ (stack[1] + a @ b), x, a, b
+    )
+    np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-3)
+    found = back(dy)
+    assert [one.dtype for one in found] == [jnp.bfloat16, jnp.float32, jnp.float32]
+    for one, other, near in zip(found, wanted_back(dy), (0.5, 1e-3, 1e-3), strict=True):
+        np.testing.assert_allclose(one.astype(jnp.float32), other.astype(jnp.float32), atol=near)
 
 
 @pytest.mark.skipif(not native.is_ready(), reason=native.status().reason)

@@ -104,7 +104,7 @@ class Adapted(Wrapper):
         options: dict[str, Any] = {"num_rows": num_rows, "implementation": implementation}
         y = self._summed_natively(x, prologue)
         if y is not None:
-            return self._finished(y, bias, residual, dtype)
+            return _finished(y, self._columns(), bias, residual, dtype)
         if self.dropout is None:
             few = matmul(as_operand(self.a), x, prologue=prologue, dtype=jnp.float32, **options)
         else:
@@ -119,7 +119,7 @@ class Adapted(Wrapper):
             return matmul(as_operand(self.b), few, residual=y, dtype=y.dtype, **options)
         y = matmul(self.operand, x, **plain)
         y = matmul(as_operand(self.b), few, residual=y, dtype=y.dtype, **options)
-        return self._finished(y, bias, residual, dtype)
+        return _finished(y, columns, bias, residual, dtype)
 
     def _summed_natively(self, x: Float[Array, "rows width"], prologue: Any) -> Array | None:
         """x W + (x A) B in float32, as training beside one frozen weight has it on CPU."""
@@ -140,15 +140,6 @@ class Adapted(Wrapper):
         base = self.base
         return isinstance(base, Frozen) and not base.is_split and native.is_ready()
 
-    def _finished(self, y: Array, bias: Any, residual: Array | None, dtype: Any) -> Array:
-        """The sum times `columns`, with bias and residual, in `dtype`."""
-        columns = self._columns()
-        y = y.astype(jnp.float32)
-        y = y if columns is None else y * columns[None, :]
-        y = y if bias is None else y + taken(bias).astype(jnp.float32)[None, :]
-        y = y.astype(dtype)
-        return y if residual is None else y + residual
-
     def _columns(self) -> Float[Array, " out"] | None:
         if self.magnitude is None:
             return None if self.columns is None else taken(self.columns)
@@ -161,3 +152,18 @@ class Adapted(Wrapper):
         """Rows of the table, which the adapter leaves alone."""
         assert self.is_table, "an adapter of an embedding is not read"
         return take(self.operand, ids, **options)
+
+
+def _finished(
+    y: Float[Array, "rows out"],
+    columns: Float[Array, " out"] | None,
+    bias: Float[Array, " out"] | StackMember | None,
+    residual: Float[Array, "rows out"] | None,
+    dtype: Any,
+) -> Float[Array, "rows out"]:
+    """The sum times `columns`, with bias and residual, in `dtype`."""
+    y = y.astype(jnp.float32)
+    y = y if columns is None else y * columns[None, :]
+    y = y if bias is None else y + taken(bias).astype(jnp.float32)[None, :]
+    y = y.astype(dtype)
+    return y if residual is None else y + residual

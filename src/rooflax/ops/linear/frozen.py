@@ -209,8 +209,8 @@ def adapted(
 ) -> Float[Array, "rows out"]:
     """x W + (rows A) B in float32, on CPU; without `rows`, those of x.
 
-    Both passes add the adapter's part by the native kernel: XLA would keep both parts, and add them
-    wherever their sum is read.
+    The native kernel adds the adapter's part, and without `rows` its part of x's gradient: XLA
+    would keep both parts, and add them wherever their sum is read.
 
     Args:
         index: as `product` has it.

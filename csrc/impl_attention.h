@@ -3,124 +3,171 @@
 // A score is summed over head_dim in sixteen lanes, an output over the keys in their order, whoever
 // else shares the pass: a query's result does not depend on chunk, batch or block table.
 
+// Blocks that are fetched ahead, as no prefetcher of the processor's own follows a table; into the second cache,
+// since the first allows fewer outstanding lines.
+constexpr int64_t kBlocksAhead = 3;
+
 // Runs each(i, slot, token) for the slots [begin, end) of a table: i counts from begin, `slot` is where
-// its values begin in the pool, `token` where its scale lies. The same place of
-// the next block is on its way meanwhile: blocks lie anywhere, and no prefetcher of the processor's
-// own follows a table. At the last block it is the first one of the pool that will be read `then`.
+// its values begin in the pool, `token` where its scale lies. Values [d, d_end) are those that are read. Behind the
+// last block come the first ones of the pool that will be read `then`.
 template <typename W, typename Each>
-inline void EachSlot(const AttendArgs& a, const W* pool, const W* then, int64_t begin, int64_t end,
-                     const Each& each) {
-  const int64_t lines = (a.head_dim * static_cast<int64_t>(sizeof(W)) + 63) / 64;
+inline void EachSlot(const AttendArgs& a, const W* pool, const W* then, int64_t begin, int64_t end, int64_t d,
+                     int64_t d_end, const Each& each) {
+  constexpr int64_t kInLine = 64 / static_cast<int64_t>(sizeof(W));
   const int64_t tokens_stride = a.block_stride / a.head_dim;
+  const int64_t first_block = begin / a.block_size, blocks = (end - 1) / a.block_size + 1 - first_block;
   int64_t at = begin;
   while (at < end) {
     const int64_t block = at / a.block_size, offset = at - block * a.block_size;
     const int64_t count = std::min(end - at, a.block_size - offset);
     const int64_t first = a.table[block] * a.block_stride + offset * a.head_dim;
     const int64_t token = a.table[block] * tokens_stride + offset;
-    const bool more = at + count < end;
-    const int64_t to = a.table[more ? block + 1 : begin / a.block_size] * a.block_stride;
-    const W* next = (more ? pool : then) + to + offset * a.head_dim;
+    const int64_t ahead = block - first_block + kBlocksAhead;
+    const int64_t to = a.table[first_block + ahead % blocks] * a.block_stride;
+    const W* next = (ahead < blocks ? pool : then) + to + offset * a.head_dim;
     for (int64_t j = 0; j < count; ++j) {
-      Prefetch(reinterpret_cast<const uint8_t*>(next + j * a.head_dim), lines);
+      for (int64_t i = d; i < d_end; i += kInLine) __builtin_prefetch(next + j * a.head_dim + i, 0, 2);
       each(at - begin + j, first + j * a.head_dim, token + j);
     }
     at += count;
   }
 }
 
-// Queries whose sums with a key registers hold.
-constexpr int64_t kKeyQueries = kRegisters < 32 ? kRegisters / 2 : 8;
+// Sums of queries with keys that registers hold; keys whose scores with N queries wait for each other, as many as a
+// vector has lanes; and those of them that meet the queries together.
+constexpr int64_t kHeldSums = kRegisters >= 32 ? kLanes : kRegisters / 2;
+template <int64_t N>
+constexpr int64_t kKeys = kLanes / N;
+template <int64_t N>
+constexpr int64_t kKeysTogether = std::max<int64_t>(1, kHeldSums / N);
 
-// sums[n] = q[n, :count] * key[:count], lane by lane, for N queries; `count` is whole vectors.
-template <int64_t N, typename W>
-ROOFLAX_INLINE void MultiplyKey(const Query* queries, const W* key, int64_t count, F16* sums) {
-  constexpr int64_t kFirst = Evenly(N, kKeyQueries);
-  F16 own[kFirst];
+// sums[n * kApart + i] = q[n, :count] * keys[i][:count], lane by lane, of N queries and I keys; `count` is
+// whole vectors.
+template <int64_t N, int64_t I, int64_t kApart, typename W>
+ROOFLAX_INLINE void MultiplyKeys(const Query* queries, const W* const* keys, int64_t count, F16* sums) {
+  constexpr int64_t kFirst = Evenly(N, kHeldSums / I);
+  F16 own[kFirst][I];
   ROOFLAX_WHOLE
-  for (auto& sum : own) sum = F16{};
-  for (int64_t d = 0; d < count; d += kLanes) {
-    const F16 wide = LoadWide(key + d);
+  for (auto& line : own) {
     ROOFLAX_WHOLE
-    for (int64_t n = 0; n < kFirst; ++n) own[n] += Load<F16>(queries[n].q + d) * wide;
+    for (auto& sum : line) sum = F16{};
+  }
+  for (int64_t d = 0; d < count; d += kLanes) {
+    F16 q[kFirst];
+    ROOFLAX_WHOLE
+    for (int64_t n = 0; n < kFirst; ++n) q[n] = Load<F16>(queries[n].q + d);
+    ROOFLAX_WHOLE
+    for (int64_t i = 0; i < I; ++i) {
+      const F16 wide = LoadWide(keys[i] + d);
+      ROOFLAX_WHOLE
+      for (int64_t n = 0; n < kFirst; ++n) own[n][i] += q[n] * wide;
+    }
   }
   ROOFLAX_WHOLE
-  for (int64_t n = 0; n < kFirst; ++n) sums[n] = own[n];
+  for (int64_t n = 0; n < kFirst; ++n) {
+    ROOFLAX_WHOLE
+    for (int64_t i = 0; i < I; ++i) sums[n * kApart + i] = own[n][i];
+  }
   if constexpr (N > kFirst) {
-    MultiplyKey<N - kFirst>(queries + kFirst, key, count, sums + kFirst);
+    MultiplyKeys<N - kFirst, I, kApart>(queries + kFirst, keys, count, sums + kFirst * kApart);
   }
 }
 
-// Scores of N queries over every slot that one of them sees. The sums of some keys wait until they
-// are sixteen, so that their lanes are added up together.
+// Scores of N queries over every slot that one of them sees. Keys wait until there are kKeys<N> of them, so
+// that the lanes of their sums are added up together.
 template <int64_t N, typename W>
 void Scores(const AttendArgs& a, int64_t begin, int64_t end) {
-  constexpr int64_t kKeys = kLanes / N;
+  static_assert(kKeys<N> % kKeysTogether<N> == 0);
   const auto* k = static_cast<const W*>(a.k);
   const int64_t whole = a.head_dim / kLanes * kLanes;
-  F16 sums[kLanes] = {};
-  float key_scales[kKeys] = {};
-  int64_t slots[kKeys], waiting = 0, next = 0;
+  const W* keys[kKeys<N>];
+  alignas(64) float scales[kLanes] = {};
+  int64_t waiting = 0, next = 0;
   const auto flush = [&] {
-    float total[kLanes], factors[kLanes] = {};
-    for (int64_t i = 0; i < kKeys * N; ++i) {
-      factors[i] = sizeof(W) == 1 ? a.scale * key_scales[i / N] : a.scale;
+    std::fill(keys + waiting, keys + kKeys<N>, keys[0]);
+    F16 sums[kLanes];
+    ROOFLAX_WHOLE
+    for (int64_t i = kKeys<N> * N; i < kLanes; ++i) sums[i] = F16{};
+    for (int64_t i = 0; i < kKeys<N>; i += kKeysTogether<N>) {
+      MultiplyKeys<N, kKeysTogether<N>, kKeys<N>>(a.queries, keys + i, whole, sums + i);
     }
+    alignas(64) float total[kLanes];
     Store(total, SumEach(sums));
     for (int64_t i = 0; whole < a.head_dim && i < waiting * N; ++i) {
-      total[i] = AddTail(total[i], a.queries[i % N].q, k + slots[i / N], whole, a.head_dim);
+      const int64_t n = i / waiting, key = i % waiting;
+      float& own = total[n * kKeys<N> + key];
+      own = AddTail(own, a.queries[n].q, keys[key], whole, a.head_dim);
     }
-    Store(total, Load<F16>(total) * Load<F16>(factors));
-    const auto store = [&](int64_t i) { a.scores[i % N * a.span + next + i / N] = total[i]; };
-    if (waiting == kKeys) {  // as it mostly is: a length that the compiler knows
+    F16 factors = Broadcast(a.scale);
+    if constexpr (sizeof(W) == 1) factors *= Load<F16>(scales);
+    Store(total, Load<F16>(total) * factors);
+    if (waiting == kKeys<N>) {  // as it mostly is: a length that the compiler knows
       ROOFLAX_WHOLE
-      for (int64_t i = 0; i < kKeys * N; ++i) store(i);
+      for (int64_t n = 0; n < N; ++n) std::memcpy(a.scores + n * a.span + next, total + n * kKeys<N>, kKeys<N> * 4);
     } else {
-      for (int64_t i = 0; i < waiting * N; ++i) store(i);
+      for (int64_t n = 0; n < N; ++n) std::copy_n(total + n * kKeys<N>, waiting, a.scores + n * a.span + next);
     }
     next += waiting;
     waiting = 0;
   };
-  EachSlot(a, k, static_cast<const W*>(a.v), begin, end,
-           [&](int64_t, int64_t slot, int64_t token) {
-    MultiplyKey<N>(a.queries, k + slot, whole, sums + waiting * N);
-    slots[waiting] = slot;
-    if constexpr (sizeof(W) == 1) key_scales[waiting] = a.k_scale[token];
-    if (++waiting == kKeys) flush();
+  EachSlot(a, k, static_cast<const W*>(a.v), begin, end, 0, a.head_dim, [&](int64_t, int64_t slot, int64_t token) {
+    keys[waiting] = k + slot;
+    if constexpr (sizeof(W) == 1) {
+      for (int64_t n = 0; n < N; ++n) scales[n * kKeys<N> + waiting] = a.k_scale[token];
+    }
+    if (++waiting == kKeys<N>) flush();
   });
-  flush();
+  if (waiting > 0) flush();
 }
 
-// Outputs of N queries, sixteen lanes times kHeld at once, as registers have room.
+// Outputs [d, d + H vectors) of N queries.
+template <int64_t N, int64_t H, typename W>
+ROOFLAX_INLINE void OutputsAt(const AttendArgs& a, const Query* queries, const float* shares, int64_t begin,
+                              int64_t end, int64_t d) {
+  const auto* v = static_cast<const W*>(a.v);
+  const auto* next_head = static_cast<const W*>(a.k) + a.block_size * a.head_dim;
+  F16 sums[N][H];
+  ROOFLAX_WHOLE
+  for (auto& line : sums) {
+    ROOFLAX_WHOLE
+    for (auto& sum : line) sum = F16{};
+  }
+  EachSlot(a, v, next_head, begin, end, d, d + H * kLanes, [&](int64_t i, int64_t slot, int64_t token) {
+    float share[N];
+    ROOFLAX_WHOLE
+    for (int64_t n = 0; n < N; ++n) {
+      share[n] = shares[n * a.span + i];
+      if constexpr (sizeof(W) == 1) share[n] *= a.v_scale[token];
+    }
+    ROOFLAX_WHOLE
+    for (int64_t h = 0; h < H; ++h) {
+      const F16 wide = LoadWide(v + slot + d + h * kLanes);
+      ROOFLAX_WHOLE
+      for (int64_t n = 0; n < N; ++n) sums[n][h] += share[n] * wide;
+    }
+  });
+  ROOFLAX_WHOLE
+  for (int64_t n = 0; n < N; ++n) {
+    ROOFLAX_WHOLE
+    for (int64_t h = 0; h < H; ++h) Store(queries[n].out + d + h * kLanes, sums[n][h]);
+  }
+}
+
+// Outputs of N queries, as many vectors at once as registers have room for.
 template <int64_t N, typename W>
-void Outputs(const AttendArgs& a, const Query* queries, const float* shares, int64_t begin,
-             int64_t end) {
-  constexpr int64_t kHeld = 4 * N <= kRegisters ? 4 : 1;
+void Outputs(const AttendArgs& a, const Query* queries, const float* shares, int64_t begin, int64_t end) {
+  constexpr int64_t kHeld = 4 * N < kRegisters ? 4 : 2 * N < kRegisters ? 2 : 1;  // and one for what is loaded
   const auto* v = static_cast<const W*>(a.v);
   const auto* next_head = static_cast<const W*>(a.k) + a.block_size * a.head_dim;
   const int64_t whole = a.head_dim / kLanes * kLanes;
-  for (int64_t d = 0; d < whole; d += kHeld * kLanes) {
-    const int64_t held = std::min(kHeld, (whole - d) / kLanes);
-    F16 sums[N][kHeld] = {};
-    EachSlot(a, v, next_head, begin, end, [&](int64_t i, int64_t slot, int64_t token) {
-      float share[N];
-      for (int64_t n = 0; n < N; ++n) {
-        share[n] = shares[n * a.span + i];
-        if constexpr (sizeof(W) == 1) share[n] *= a.v_scale[token];
-      }
-      for (int64_t h = 0; h < kHeld; ++h) {
-        if (h >= held) continue;
-        const F16 wide = LoadWide(v + slot + d + h * kLanes);
-        for (int64_t n = 0; n < N; ++n) sums[n][h] += share[n] * wide;
-      }
-    });
-    for (int64_t n = 0; n < N; ++n) {
-      for (int64_t h = 0; h < held; ++h) Store(queries[n].out + d + h * kLanes, sums[n][h]);
-    }
+  int64_t d = 0;
+  for (; d + kHeld * kLanes <= whole; d += kHeld * kLanes) {
+    OutputsAt<N, kHeld, W>(a, queries, shares, begin, end, d);
   }
-  for (int64_t d = whole; d < a.head_dim; ++d) {
+  for (; d < whole; d += kLanes) OutputsAt<N, 1, W>(a, queries, shares, begin, end, d);
+  for (; d < a.head_dim; ++d) {
     float sums[N] = {};
-    EachSlot(a, v, next_head, begin, end, [&](int64_t i, int64_t slot, int64_t token) {
+    EachSlot(a, v, next_head, begin, end, d, d + 1, [&](int64_t i, int64_t slot, int64_t token) {
       float wide = Widen(v[slot + d]);
       if constexpr (sizeof(W) == 1) wide *= a.v_scale[token];
       for (int64_t n = 0; n < N; ++n) sums[n] += shares[n * a.span + i] * wide;
@@ -156,11 +203,15 @@ void AttendWidth(const AttendArgs& a) {
     if (a.cap != 0.0f || query.bias != nullptr) Adjust(visible, count, 1.0f, a.cap, query.bias);
     Softmax(visible, count, query.sink);
   }
-  int64_t n = 0;
-  for (; n + 4 <= a.count; n += 4) {
-    Outputs<4, W>(a, a.queries + n, a.scores + n * a.span, begin, end);
+  for (int64_t n = 0; n < a.count; n += 4) {
+    const float* shares = a.scores + n * a.span;
+    switch (a.count - n) {
+      case 1: Outputs<1, W>(a, a.queries + n, shares, begin, end); break;
+      case 2: Outputs<2, W>(a, a.queries + n, shares, begin, end); break;
+      case 3: Outputs<3, W>(a, a.queries + n, shares, begin, end); break;
+      default: Outputs<4, W>(a, a.queries + n, shares, begin, end);
+    }
   }
-  for (; n < a.count; ++n) Outputs<1, W>(a, a.queries + n, a.scores + n * a.span, begin, end);
 }
 
 void Attend(const AttendArgs& a) {

@@ -626,9 +626,10 @@ void Compute(Pool& pool, const Inputs& in, Matmul p, char* y) {
   if (wide || p.bytes || split) {
     Prepared& shared = rows;
     const BeforeArgs before = BeforeOf(p, runs);
-    const int64_t pieces = (p.rows + 7) / 8;
-    ParallelFor(pieces, threads, schedule, [&](int64_t piece) {
-      const int64_t begin = piece * 8, end = std::min(p.rows, begin + 8);
+    // Terms of several rows lie in a line of the cache.
+    const int64_t together = split ? 8 : std::clamp<int64_t>(p.rows / (2 * threads) / 2 * 2, 2, 8);
+    ParallelFor((p.rows + together - 1) / together, threads, schedule, [&](int64_t piece) {
+      const int64_t begin = piece * together, end = std::min(p.rows, begin + together);
       if (split) return SplitRows(in, p, before, begin, end, shared);
       for (int64_t i = begin; i < end; ++i) PrepareRow(in, p, before, i, shared);
     });

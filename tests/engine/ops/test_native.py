@@ -256,10 +256,10 @@ def test_activations_of_other_types_and_zero_rows(instruction_set):
 attend = native_call(paged_attention)
 
 
-def attention_case(*, head_dim=20, window=None, dtype="float32", seq=3, sinks=False):
+def attention_case(*, head_dim=20, window=None, dtype="float32", seq=3, sinks=False, group=3):
     """Two rows of unequal length over shuffled blocks; a third row is padding. With a window scores
     are capped."""
-    heads, kv_heads, block, blocks = 6, 2, 4, 9
+    heads, kv_heads, block, blocks = 2 * group, 2, 4, 9
     pools = [normal(30, kv_heads, block, head_dim) for _ in range(2)]
     if dtype in ("int8", "fp8"):
         as_codes = tokens_as_int8 if dtype == "int8" else tokens_as_fp8
@@ -314,10 +314,10 @@ def test_every_code_of_e4m3_is_read(instruction_set):
 
 
 @pytest.mark.every_jax
-@pytest.mark.parametrize("head_dim", [20, 64])
+@pytest.mark.parametrize(("head_dim", "group"), [(20, 3), (64, 3), (64, 2), (20, 1)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_attention_does_not_depend_on_batch_or_chunk(instruction_set, dtype, head_dim):
-    q, *pools, paging, args = attention_case(seq=7, dtype=dtype, head_dim=head_dim)
+def test_attention_does_not_depend_on_batch_or_chunk(instruction_set, dtype, head_dim, group):
+    q, *pools, paging, args = attention_case(seq=7, dtype=dtype, head_dim=head_dim, group=group)
     whole = np.asarray(attend(q, *pools, paging, args))
     second = jax.tree.map(lambda a: a[1:2], paging)
     alone = attend(q[1:2], *pools, second, args)

@@ -1,8 +1,10 @@
 """Text in, text out: batches, samples, stops, log-probabilities, cancellation, rejections."""
 
 import dataclasses
+import gc
 import json
 import shutil
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -575,3 +577,18 @@ def test_a_preset_is_the_same_on_every_run_and_prints_ids_without_a_token():
 def test_a_mesh_that_is_none_is_rejected():
     with pytest.raises(RequestError, match=r"mesh is 4; it must be a Mesh, or text like tensor=4"):
         LLM(mesh=4)
+
+
+def test_an_llm_that_is_deleted_leaves_no_weights(folder):
+    """Whether or not the garbage collector comes by."""
+    llm = LLM(folder, max_num_seqs=4, speculate="ngram")
+    llm.generate(PROMPTS[:1], [params(max_tokens=3)])
+    llm.generate(PROMPTS[:1], [params(max_tokens=3, num_beams=2, n=2)])
+    kept = [weakref.ref(leaf) for leaf in jax.tree.leaves(llm.model.weights)]
+    gc.collect()
+    gc.disable()
+    try:
+        del llm
+        assert kept and not any(leaf() is not None for leaf in kept)
+    finally:
+        gc.enable()

@@ -6,6 +6,7 @@ It knows requests, sequences and steps. It knows no text, no files and no chat.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -82,7 +83,8 @@ class Engine:
         self.scheduler = self._new_scheduler()
         self.metrics = Metrics(block_size=accelerator.block_size())
         for feature in self.features:
-            feature.core = self
+            # No cycle: weights would stay in memory until the garbage collector comes by.
+            feature.core = weakref.proxy(self)
         self.ideal_decode_s: Callable[[int, float], float] | None = None
 
     def _step_function(self) -> dict[str, Any]:
@@ -102,19 +104,21 @@ class Engine:
         )
 
     def _new_scheduler(self) -> Scheduler:
+        features, runner = self.features, self.runner  # not the engine, which holds the scheduler
+
+        def limit_steps(decodes: list[Sequence], most: int) -> int:
+            for feature in features:
+                most = feature.limit_steps(decodes, most)
+            return most
+
         scheduler = Scheduler(
             self._new_blocks(),
             self.config,
-            limit_steps=self._limit_steps,
-            worth_running=lambda *counts: self.runner.buckets.worth_running(*counts),
+            limit_steps=limit_steps,
+            worth_running=lambda *counts: runner.buckets.worth_running(*counts),
         )
         self.step_budget.start(scheduler)
         return scheduler
-
-    def _limit_steps(self, decodes: list[Sequence], most: int) -> int:
-        for feature in self.features:
-            most = feature.limit_steps(decodes, most)
-        return most
 
     @property
     def kv_cache_bytes(self) -> int:

@@ -43,6 +43,7 @@ from rooflax.train.corpus import (
     HUB,
     dataset_files,
 )
+from rooflax.train.log import read_log
 from rooflax.train.trackers import TRACKERS, tracker_module, tracking
 
 if TYPE_CHECKING:
@@ -187,11 +188,8 @@ def _train(args: argparse.Namespace, config: TrainConfig, data: DataConfig, out:
         )  # fmt: skip
     if not job.leads():
         return 130 if result.interrupted else 0
-    if rollouts is not None and not args.quiet and rollouts.largest_difference:
-        terminal.say(
-            f"the log-probabilities of sampler and trainer differed by at most "
-            f"{rollouts.largest_difference:.1e}"
-        )
+    if rollouts is not None and not args.quiet:
+        _report_differences(out)
     curves = write_curves(out)
     if not args.quiet:
         terminal.say(f"curves: {', '.join(map(str, curves))}")
@@ -214,6 +212,16 @@ def _train(args: argparse.Namespace, config: TrainConfig, data: DataConfig, out:
         folder = _save_adapter(out, start, result)
     _report(args, result, folder)
     return 0
+
+
+def _report_differences(out: Path) -> None:
+    """Says the largest difference of log-probabilities in the whole log, also before a resume."""
+    lines = read_log(out / "log.jsonl")
+    found = [line["sampling_difference"] for line in lines if "sampling_difference" in line]
+    if found:
+        terminal.say(
+            f"the log-probabilities of sampler and trainer differed by at most {max(found):.1e}"
+        )
 
 
 def _check_flags(args: argparse.Namespace) -> None:

@@ -56,7 +56,6 @@ class Rollouts:
         self.llm, self.reward, self.config = llm, reward, config
         self.prompts = {"training": training, "held-out": held_out, "test": test}
         self._ids = {row.where: self._encode(row) for row in (*training, *held_out, *test)}
-        self.largest_difference = 0.0
         self._order = lru_cache(maxsize=2)(self._make_order)
 
     @property
@@ -103,8 +102,6 @@ class Rollouts:
         rewards = np.reshape(self.reward(each, [one.text for one in answers]), (count, size))
         gains = advantages(rewards).reshape(-1).astype(np.float32)
         batch = self._pack(answers)._replace(advantages=gains)
-        difference = self._difference(weights, batch)
-        self.largest_difference = max(self.largest_difference, difference)
         if self._reference is not None:
             reference = self._logprobs(self._reference, self._fixed, batch)
             batch = batch._replace(reference=np.asarray(reference))
@@ -112,7 +109,7 @@ class Rollouts:
             "reward": float(rewards.mean()),
             "reward_std": float(rewards.std(axis=1, ddof=1).mean()),
             "completion_length": float(np.mean([len(one.tokens) for one in answers])),
-            "sampling_difference": difference,
+            "sampling_difference": self._difference(weights, batch),
         }
 
     def evaluate(

@@ -395,6 +395,8 @@ def test_rewards_end_to_end(rooflax, data, tiny):
     (said,) = [line for line in ran.err.splitlines() if "sampler and trainer differed" in line]
     assert 0 < float(said.rpartition(" ")[2]) < 1e-4 and "e-" in said
     assert "<h2>reward</h2>" in (data / "run/report.html").read_text()
+    again = train(rooflax, *flags, data="prompts.jsonl")
+    assert said in again.err.splitlines() and "nothing was trained" in again.err
     ran = train(rooflax, *flags, "--dry-run", data="prompts.jsonl", out="dry")
     assert ran.code == 0 and "the sampler's KV cache" in ran.out
     failing = replaced("train", list(flags), ("--reward", "rewards.py:late"))

@@ -117,9 +117,9 @@ def run(folder, files, config, out, **more):
 
 def test_a_run_and_the_same_one_killed(folder, files):
     config, said = settings(files, fine_tune_type="lora", save_best=True), []
-    whole, made, lines = run(folder, files, config, files / "whole", say=said.append)
+    whole, _, lines = run(folder, files, config, files / "whole", say=said.append)
     steps = [line for line in lines if "loss" in line]
-    assert made.largest_difference == max(line["sampling_difference"] for line in steps) < 2e-5
+    assert max(line["sampling_difference"] for line in steps) < 2e-5
     assert {"reward", "reward_std", "completion_length", "clip_ratio"} <= steps[0].keys()
     assert max(line["reward"] for line in steps[-3:]) > steps[0]["reward"]
     assert steps[-1]["clip_ratio"] == 0

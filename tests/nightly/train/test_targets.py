@@ -1,6 +1,10 @@
 """Targets of training that take minutes: defaults on five seeds, the memory of an adapter."""
 
 import json
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +27,29 @@ SMOLLM2 = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_the_defaults_lower_the_embedded_models_held_out_loss(rooflax, tmp_path, seed):
-    """On texts that it has not seen, by no flag but the number of steps."""
+def write_texts(folder):
     for number in range(200):
         name, other = f"shelf_{number * 7 % 100}", f"crate_{number * 3 % 100}"
         text = f"def move_{name}({other}):\n    return {other}.take({name!r})\n\n\n"
-        (tmp_path / f"{number}.py").write_text(text * 8)
+        (folder / f"{number}.py").write_text(text * 8)
+
+
+def peak_of(command):
+    """The largest resident memory of a process, in bytes."""
+    process, peak = subprocess.Popen(command, stdout=subprocess.DEVNULL), 0
+    status = Path(f"/proc/{process.pid}/status")
+    while process.poll() is None:
+        lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        peak = max(peak, int(lines.get("VmHWM", "0 kB").split()[0]) * 1024)
+        time.sleep(0.05)
+    assert process.returncode == 0
+    return peak
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_defaults_lower_the_embedded_models_held_out_loss(rooflax, tmp_path, seed):
+    """On texts that it has not seen, by no flag but the number of steps."""
+    write_texts(tmp_path)
     out = tmp_path / "run"
     ran = rooflax("train", "--data", tmp_path, "--glob", "*.py", "--out", out, "--steps", 20,
                   "--batch", 4, "--seq-len", 128, "--seed", seed)  # fmt: skip
@@ -37,6 +57,16 @@ def test_the_defaults_lower_the_embedded_models_held_out_loss(rooflax, tmp_path,
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     losses = [line["held_out_loss"] for line in lines if "held_out_loss" in line]
     assert len(losses) > 1 and losses[-1] < losses[0]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peaks are read from /proc")
+@pytest.mark.parametrize("flags", [(), ("--fine-tune-type", "lora")], ids=["full", "lora"])
+def test_a_dry_run_states_what_a_run_then_takes(tmp_path, flags):
+    write_texts(tmp_path)
+    command = [sys.executable, "-m", "rooflax", "train", "--data", str(tmp_path), "--glob", "*.py",
+               "--out", str(tmp_path / "run"), "--steps", "3", *flags]  # fmt: skip
+    stated = json.loads(subprocess.check_output([*command, "--dry-run", "--json"]))["total"]
+    assert stated == pytest.approx(peak_of([*command, "--json"]), rel=0.1)
 
 
 def test_an_adapters_state_and_temporaries_are_small():

@@ -30,27 +30,8 @@ struct SlotRows {
 
 // Inputs [d, d + 32) of sixteen keys as a tile that queries are multiplied by: pairs of inputs [16, keys, 2].
 inline void KeyTile(const uint16_t* const* rows, int64_t d, float* tile) {
-  __m512 quads[16];  // of rows 4 g to 4 g + 3: quads[4 g + c] has the pairs c, 4 + c, 8 + c and 12 + c of each
-  for (int g = 0; g < 4; ++g) {
-    const auto row = [&](int i) { return reinterpret_cast<__m512>(Load<F16>(rows[4 * g + i] + d)); };
-    const __m512 low = _mm512_shuffle_ps(row(0), row(1), 0x44), high = _mm512_shuffle_ps(row(0), row(1), 0xee);
-    const __m512 low2 = _mm512_shuffle_ps(row(2), row(3), 0x44), high2 = _mm512_shuffle_ps(row(2), row(3), 0xee);
-    quads[4 * g] = _mm512_shuffle_ps(low, low2, 0x88);
-    quads[4 * g + 1] = _mm512_shuffle_ps(low, low2, 0xdd);
-    quads[4 * g + 2] = _mm512_shuffle_ps(high, high2, 0x88);
-    quads[4 * g + 3] = _mm512_shuffle_ps(high, high2, 0xdd);
-  }
-  for (int c = 0; c < 4; ++c) {
-    const __m512 even = _mm512_shuffle_f32x4(quads[c], quads[4 + c], 0x88);
-    const __m512 odd = _mm512_shuffle_f32x4(quads[c], quads[4 + c], 0xdd);
-    const __m512 even2 = _mm512_shuffle_f32x4(quads[8 + c], quads[12 + c], 0x88);
-    const __m512 odd2 = _mm512_shuffle_f32x4(quads[8 + c], quads[12 + c], 0xdd);
-    const auto store = [&](int line, __m512 x) { Store(tile + line * kLanes, reinterpret_cast<F16>(x)); };
-    store(c, _mm512_shuffle_f32x4(even, even2, 0x88));
-    store(4 + c, _mm512_shuffle_f32x4(odd, odd2, 0x88));
-    store(8 + c, _mm512_shuffle_f32x4(even, even2, 0xdd));
-    store(12 + c, _mm512_shuffle_f32x4(odd, odd2, 0xdd));
-  }
+  Transpose([&](int key) { return Load<F16>(rows[key] + d); },
+            [&](int line, F16 pairs) { Store(tile + line * kLanes, pairs); });
 }
 
 // Inputs [d, d + 16) of 32 values as a tile that shares are multiplied by: pairs of slots [16, inputs, 2].

@@ -363,6 +363,8 @@ void Matmul(const MatmulArgs& a) {
 
 // ---- Many rows of x times the transpose of a matrix ----
 
+constexpr int64_t kTransposeAhead = 256;  // bytes of a row
+
 // Panels of inputs [k, k_end) of w, [outer, inner], the last panel filled up with zeros.
 template <typename W>
 void PackTransposed(const MatmulArgs& a, int64_t first_panel, int64_t panels, int64_t k, int64_t k_end, float* to) {
@@ -370,15 +372,17 @@ void PackTransposed(const MatmulArgs& a, int64_t first_panel, int64_t panels, in
   const W* w = static_cast<const W*>(a.w) + begin * a.inner;
   for (int64_t n = 0; n < panels * kColumns; n += kLanes) {
     float* panel = to + n / kColumns * kBlockInner * kColumns + n % kColumns;
-    const int64_t rows = std::clamp<int64_t>(count - n, 0, kLanes);
     for (int64_t at = k; at < k_end; at += kLanes) {
       const int64_t width = std::min(kLanes, k_end - at);
-      float block[kLanes][kLanes] = {};  // so that a line of w is read as a whole
-      for (int64_t r = 0; r < rows; ++r) {
-        const W* from = w + (n + r) * a.inner + at;
-        for (int64_t i = 0; i < width; ++i) block[i][r] = Widen(from[i]);
-      }
-      for (int64_t i = 0; i < width; ++i) std::copy(block[i], block[i] + kLanes, panel + (at - k + i) * kColumns);
+      const auto row = [&](int64_t r) {
+        if (n + r >= count) return F16{};
+        const W* from = w + (n + r) * a.inner + at;  // a whole line of float32: rows may share a cache's sets
+        __builtin_prefetch(reinterpret_cast<const char*>(from) + kTransposeAhead, 0, 2);
+        return LoadSome(from, width);
+      };
+      Transpose(row, [&](int64_t i, F16 line) {
+        if (i < width) Store(panel + (at - k + i) * kColumns, line);
+      });
     }
   }
 }

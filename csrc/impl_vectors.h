@@ -142,6 +142,44 @@ ROOFLAX_INLINE float Sum(F16 x) {
 #endif
 }
 
+// Sixteen vectors by their lanes: put(i, lane i of row(0) to row(15)).
+template <typename Row, typename Put>
+ROOFLAX_INLINE void Transpose(const Row& row, const Put& put) {
+#if defined(__AVX512F__)
+  __m512 quads[kLanes];  // of rows 4 g to 4 g + 3: quads[4 g + c] has the lanes c, 4 + c, 8 + c and 12 + c of each
+  ROOFLAX_WHOLE
+  for (int g = 0; g < 4; ++g) {
+    const auto at = [&](int i) { return reinterpret_cast<__m512>(row(4 * g + i)); };
+    const __m512 rows[] = {at(0), at(1), at(2), at(3)};
+    const __m512 low = _mm512_shuffle_ps(rows[0], rows[1], 0x44), high = _mm512_shuffle_ps(rows[0], rows[1], 0xee);
+    const __m512 low2 = _mm512_shuffle_ps(rows[2], rows[3], 0x44), high2 = _mm512_shuffle_ps(rows[2], rows[3], 0xee);
+    quads[4 * g] = _mm512_shuffle_ps(low, low2, 0x88);
+    quads[4 * g + 1] = _mm512_shuffle_ps(low, low2, 0xdd);
+    quads[4 * g + 2] = _mm512_shuffle_ps(high, high2, 0x88);
+    quads[4 * g + 3] = _mm512_shuffle_ps(high, high2, 0xdd);
+  }
+  ROOFLAX_WHOLE
+  for (int c = 0; c < 4; ++c) {
+    const __m512 even = _mm512_shuffle_f32x4(quads[c], quads[4 + c], 0x88);
+    const __m512 odd = _mm512_shuffle_f32x4(quads[c], quads[4 + c], 0xdd);
+    const __m512 even2 = _mm512_shuffle_f32x4(quads[8 + c], quads[12 + c], 0x88);
+    const __m512 odd2 = _mm512_shuffle_f32x4(quads[8 + c], quads[12 + c], 0xdd);
+    put(c, reinterpret_cast<F16>(_mm512_shuffle_f32x4(even, even2, 0x88)));
+    put(4 + c, reinterpret_cast<F16>(_mm512_shuffle_f32x4(odd, odd2, 0x88)));
+    put(8 + c, reinterpret_cast<F16>(_mm512_shuffle_f32x4(even, even2, 0xdd)));
+    put(12 + c, reinterpret_cast<F16>(_mm512_shuffle_f32x4(odd, odd2, 0xdd)));
+  }
+#else
+  float lanes[kLanes][kLanes];
+  for (int r = 0; r < kLanes; ++r) {
+    float of_row[kLanes];
+    Store(of_row, row(r));
+    for (int i = 0; i < kLanes; ++i) lanes[i][r] = of_row[i];
+  }
+  for (int i = 0; i < kLanes; ++i) put(i, Load<F16>(lanes[i]));
+#endif
+}
+
 // Sixteen sums at once, each in the order of Sum: out[i] = Sum(x[i]).
 ROOFLAX_INLINE F16 SumEach(const F16 x[kLanes]) {
 #if defined(__AVX512F__)

@@ -151,6 +151,7 @@ struct BlockType {
   using Scales = Scales_;
   static constexpr int64_t kBytes = Codes::kBits * 64;  // of a group
   static constexpr int64_t kParts = Scales::kParts, kQuads = 8 / kParts;
+  static_assert(Codes::kZero == 0 || !Scales::kHasMinimum);  // x_start is for one of them
 };
 using Q4_1 = BlockType<Linear<4, 0>, PairScales>;
 using Q5_0 = BlockType<Linear<5, 16>, HalfScales>;
@@ -205,7 +206,7 @@ struct PartOfGroup {
     }
   }
 
-  // x: of this part; start: StartTimes times its sum.
+  // x: of this part; start: StartTimes times its sum, where codes are too large.
   ROOFLAX_INLINE I16 Dot(const int8_t* x, int32_t start) const {
     I16 sum = Codes::kZero != 0 && !kSigned ? I16{} + start : I16{};
 #if defined(ROOFLAX_PAIRS_OF_BYTES)
@@ -271,7 +272,7 @@ struct PlanesOfGroup {
 struct GroupRows {
   const int8_t* x;
   const float* scale;
-  const int32_t* start;
+  const int32_t* start;  // with minimums of float32
 };
 
 // Adds a group's products with rows to their totals, by the parts of a group of either kind.
@@ -285,10 +286,10 @@ ROOFLAX_INLINE void AddGroupOf(const PackedArgs& a, const uint8_t* w, int64_t pa
     const Part weights(w, part);
     for (int64_t m = 0; m < count; ++m) {
       const float own = rows.scale[m];
-      const int32_t start = rows.start[part * count + m];
-      const I16 sum = weights.Dot(rows.x + m * Part::kRowBytes + part * Part::kPartBytes, start);
+      const int32_t* start = rows.start + part * count + m;
+      const I16 sum = weights.Dot(rows.x + m * Part::kRowBytes + part * Part::kPartBytes, *start);
       F16 total = totals[m] + ToFloat(sum) * (factors.scale[part] * own);
-      if constexpr (Type::Scales::kHasMinimum) total -= factors.minimum[part] * (own * static_cast<float>(start));
+      if constexpr (Type::Scales::kHasMinimum) total -= factors.minimum[part] * FloatAt(start);
       totals[m] = total;
     }
   }

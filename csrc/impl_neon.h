@@ -56,10 +56,10 @@ ROOFLAX_INLINE int32x4_t DotQuads(int32x4_t sum, const int8x16_t* codes, const i
 // What a part of a group adds to the totals of row m and of those before it, for four outputs.
 template <typename Type, int64_t kPlanes, int64_t M, int64_t m = M - 1>
 ROOFLAX_INLINE void AddPart(const int8x16_t* codes, const int8_t* x, int32x4_t starts, float32x4_t x_scales,
-                            float32x4_t start_scales, float32x4_t scale, float32x4_t minimum, int i, F16* totals) {
+                            float32x4_t scale, float32x4_t minimum, int i, F16* totals) {
   constexpr bool kStarts = Type::Codes::kZero != 0 && Type::Codes::kZero != 128;
   if constexpr (m > 0) {
-    AddPart<Type, kPlanes, M, m - 1>(codes, x, starts, x_scales, start_scales, scale, minimum, i, totals);
+    AddPart<Type, kPlanes, M, m - 1>(codes, x, starts, x_scales, scale, minimum, i, totals);
   }
   const int8_t* row = x + m * kPlanes * kGroup;
   int32x4_t sum = kStarts ? vdupq_laneq_s32(starts, static_cast<int>(m)) : int32x4_t{};
@@ -68,7 +68,7 @@ ROOFLAX_INLINE void AddPart(const int8x16_t* codes, const int8_t* x, int32x4_t s
   float32x4_t total = totals[m].at[i];
   total = vfmaq_f32(total, vcvtq_f32_s32(sum), vmulq_laneq_f32(scale, x_scales, static_cast<int>(m)));
   if constexpr (Type::Scales::kHasMinimum) {
-    total = vfmsq_laneq_f32(total, minimum, start_scales, static_cast<int>(m));
+    total = vfmsq_laneq_f32(total, minimum, vreinterpretq_f32_s32(starts), static_cast<int>(m));
   }
   totals[m].at[i] = total;
 }
@@ -92,7 +92,6 @@ void TileOfGroups(const PackedArgs& args, int64_t row, int64_t panel) {
     ROOFLAX_WHOLE
     for (int64_t part = 0; part < kParts; ++part) {
       const auto starts = LoadFew<M, int32x4_t>(x_start + part * M);
-      const float32x4_t start_scales = x_scales * vcvtq_f32_s32(starts);
       ROOFLAX_EACH {  // what is made of the other pieces here is never computed
         const auto factors = Type::Scales::Of(a, panel, g);
         int8x16_t codes[kQuads];
@@ -102,7 +101,7 @@ void TileOfGroups(const PackedArgs& args, int64_t row, int64_t panel) {
           if constexpr (Type::Codes::kZero == 128) quad = quad ^ 0x80808080u;  // signed, as they are
           codes[q] = (int8x16_t)quad.at[i];
         }
-        AddPart<Type, kPlanes, M>(codes, x + part * kQuads * 4, starts, x_scales, start_scales,
+        AddPart<Type, kPlanes, M>(codes, x + part * kQuads * 4, starts, x_scales,
                                   factors.scale[part].at[i], factors.minimum[part].at[i], i, totals);
         // Nothing of the next piece is begun before, as there are no registers for it.
         asm volatile("" : "+r"(w), "+w"(totals[M - 1].at[i]) : : "memory");

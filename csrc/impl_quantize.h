@@ -66,8 +66,11 @@ ROOFLAX_INLINE void StorePlanes(int8_t* q, int64_t i, I16 numbers) {
       StorePlanes(q, 1, second);
     }
     a.scale[g * a.rows] = largest / most;
-    int32_t* start = a.start + g * a.parts * a.rows;
-    start[0] = SumWhole(a.parts == 1 ? first + second : first) * a.times;
-    if (a.parts == 2) start[a.rows] = SumWhole(second) * a.times;
+    const I16 parts[] = {a.parts == 1 ? first + second : first, second};
+    for (int64_t part = 0; part < a.parts; ++part) {
+      const int32_t sum = SumWhole(parts[part]), start = sum * a.times;
+      const float scaled = a.scale[g * a.rows] * static_cast<float>(sum);
+      std::memcpy(a.start + (g * a.parts + part) * a.rows, a.times == 0 ? static_cast<const void*>(&scaled) : &start, 4);
+    }
   }
 }

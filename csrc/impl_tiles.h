@@ -299,8 +299,7 @@ void GroupsByTiles(const PackedArgs& a) {
   }, scales);
   if constexpr (Codes::kHasMinimum) {
     Spread(a, kParts, [&](int64_t row, int64_t count, int64_t part, int64_t m) {
-      const float own = a.x_scale[row * groups + part / kParts * count + m];
-      return own * static_cast<float>(a.x_start[(row * groups * kParts) + part * count + m]);
+      return FloatAt(a.x_start + row * groups * kParts + part * count + m);
     }, sums);
   }
   const int64_t near = std::max<int64_t>(1, kNearBytes / std::max<int64_t>(1, groups * kGroupLines));

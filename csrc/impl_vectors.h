@@ -320,6 +320,13 @@ ROOFLAX_INLINE I16 Dot4(I16 sums, I16 u, I16 s) {
 ROOFLAX_INLINE I16 DotRow(I16 sums, I16 x, I16 w) { return Dot4(sums, x, w); }
 #endif
 
+// A float32 by its bits.
+inline float FloatAt(const int32_t* bits) {
+  float x;
+  std::memcpy(&x, bits, sizeof(x));
+  return x;
+}
+
 ROOFLAX_INLINE I16 BroadcastBytes(const void* four) {
   int32_t bits;
   std::memcpy(&bits, four, sizeof(bits));

@@ -116,7 +116,8 @@ struct QuantizeGroupsArgs {
   int8_t* q;  // [inner / 32, rows, planes, 32], at this row; of two planes the low one first, or the same
               // bytes in an order of the kernels' own
   float* scale;  // [inner / 32, rows], at this row
-  int32_t* start;  // [inner / 32, parts, rows]: sums of q over each part of a group, times `times`
+  int32_t* start;  // [inner / 32, parts, rows]: sums of q over each part of a group, times `times`; where that is 0,
+                   // the bits of float32: the scale times the sums
   int64_t inner, rows;  // rows of the tile
   int32_t times;
   int64_t parts;  // 1 or 2
@@ -185,7 +186,7 @@ constexpr BlockTraits TraitsOf(Code code) {
 
 // What the sum of a row over (a part of) a group is multiplied by where its products begin: codes in
 // groups are multiplied as unsigned bytes, which are so much too large; MXFP4's are doubled, and so whole.
-// With minimums it is the sum itself that is wanted.
+// 0 with minimums, which meet the sum itself, times the row's scale.
 constexpr int32_t StartTimes(Code code) {
   switch (code) {
     case Code::kInt4: return -8;
@@ -193,7 +194,7 @@ constexpr int32_t StartTimes(Code code) {
     case Code::kQ3K: return -4;
     case Code::kQ5_0: return -16;
     case Code::kQ6K: case Code::kInt6: return -32;
-    case Code::kQ4_1: case Code::kQ5_1: case Code::kQ2K: case Code::kQ4K: case Code::kQ5K: return 1;
+    case Code::kQ4_1: case Code::kQ5_1: case Code::kQ2K: case Code::kQ4K: case Code::kQ5K: return 0;
     default: return -128;
   }
 }
@@ -207,8 +208,8 @@ struct PackedArgs {
   const void* x;  // [rows, stride]: float32; for kInt8 in bytes what `quantize_row` wrote
                   // groups in bytes: what `quantize_groups` wrote of each tile
   const float* x_scale;  // in bytes: [rows] for kInt8, else of each tile [groups, rows of the tile]
-  const int32_t* x_start;  // in bytes, groups, of each tile [groups, parts, rows of the tile]: sums of x
-                           // times StartTimes
+  const int32_t* x_start;  // in bytes, groups, of each tile [groups, parts, rows of the tile]: what
+                           // `quantize_groups` left in `start`
   Output out;
   int64_t rows, stride, inner, begin, end;  // inner inputs of stride are real
   int64_t super_groups;  // of kSuper: groups that share its float16s

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from rooflax.errors import CheckpointError
 from rooflax.models.model import Model
@@ -300,6 +301,36 @@ def output_order(layout: TensorLayout, out_shape: Shape) -> tuple[np.ndarray, tu
     return out.reshape(-1), sizes
 
 
+def reordered(columns: Any, order: np.ndarray) -> Any:
+    """columns[:, order], of NumPy's arrays or jax's.
+
+    The gradient of a permutation is gathered: that of indexing is added up number by number.
+    """
+    every = np.arange(columns.shape[1])
+    if np.array_equal(order, every):
+        return columns
+    if isinstance(columns, np.ndarray) or not np.array_equal(np.sort(order), every):
+        return columns[:, order]
+    return _permuted(columns, order, np.argsort(order))
+
+
+@jax.custom_vjp
+def _permuted(columns: Array, order: Any, inverse: Any) -> Array:
+    del inverse
+    return columns[:, order]
+
+
+def _permuted_forward(columns: Array, order: Any, inverse: Any) -> tuple[Array, Any]:
+    return columns[:, order], inverse
+
+
+def _permuted_backward(inverse: Any, gradient: Array) -> tuple[Array, None, None]:
+    return gradient[:, inverse], None, None
+
+
+_permuted.defvjp(_permuted_forward, _permuted_backward)
+
+
 def side_by_side(
     line: WeightLine, sizes: Mapping[str, int], parts: Mapping[int, LowRank], *, is_head: bool
 ) -> Matrices:
@@ -334,7 +365,8 @@ def side_by_side(
         filled = [one if vector is None else vector for vector, one in zip(each, free, strict=True)]
         return namespace(filled[next(iter(known))]).concatenate(filled)[order]
 
-    return a, xp.concatenate(wide, axis=0)[:, order], outputs("columns"), outputs("magnitude")
+    b = reordered(xp.concatenate(wide, axis=0), order)
+    return a, b, outputs("columns"), outputs("magnitude")
 
 
 def by_param(

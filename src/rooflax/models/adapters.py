@@ -235,7 +235,7 @@ class ExpertTarget:
         w = as_operand(leaf, contract=len(shape) - 1, stack=1).in_stack()[0].numbers()
         a, b = self.factors(part)
         order = _expert_order(self.param.line.layout, out_shape)
-        return (jax.lax.stop_gradient(w) + a @ b[:, :, order]).reshape(*shape, *out_shape)
+        return (jax.lax.stop_gradient(w) + a @ reordered(b, order)).reshape(*shape, *out_shape)
 
 
 @cache
@@ -302,30 +302,30 @@ def output_order(layout: TensorLayout, out_shape: Shape) -> tuple[np.ndarray, tu
 
 
 def reordered(columns: Any, order: np.ndarray) -> Any:
-    """columns[:, order], of NumPy's arrays or jax's.
+    """columns[..., order], of NumPy's arrays or jax's.
 
     The gradient of a permutation is gathered: that of indexing is added up number by number.
     """
-    every = np.arange(columns.shape[1])
+    every = np.arange(columns.shape[-1])
     if np.array_equal(order, every):
         return columns
     if isinstance(columns, np.ndarray) or not np.array_equal(np.sort(order), every):
-        return columns[:, order]
+        return columns[..., order]
     return _permuted(columns, order, np.argsort(order))
 
 
 @jax.custom_vjp
 def _permuted(columns: Array, order: Any, inverse: Any) -> Array:
     del inverse
-    return columns[:, order]
+    return columns[..., order]
 
 
 def _permuted_forward(columns: Array, order: Any, inverse: Any) -> tuple[Array, Any]:
-    return columns[:, order], inverse
+    return columns[..., order], inverse
 
 
 def _permuted_backward(inverse: Any, gradient: Array) -> tuple[Array, None, None]:
-    return gradient[:, inverse], None, None
+    return gradient[..., inverse], None, None
 
 
 _permuted.defvjp(_permuted_forward, _permuted_backward)

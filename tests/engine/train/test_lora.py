@@ -14,6 +14,7 @@ from rooflax.errors import CheckpointError, RequestError, UnsupportedModelError
 from rooflax.loading.adapters import fused, open_adapter, save_adapter
 from rooflax.loading.load import load
 from rooflax.loading.model_info import model_info
+from rooflax.models.adapters import reordered
 from rooflax.models.initialize import random_weights
 from rooflax.models.model import build
 from rooflax.models.registry import read_config
@@ -496,3 +497,19 @@ def test_no_more_than_a_matrix_is_dequantized_at_a_time():
         temporary.append(compiled.memory_analysis().temp_size_in_bytes)
         numbers.append(4 * model.num_parameters)
     assert temporary[1] - temporary[0] < (numbers[1] - numbers[0]) / 4
+
+
+@pytest.mark.parametrize("order", [[2, 0, 3, 1], [0, 1, 2, 3], [1, 1, 0, 3]])
+def test_an_order_of_outputs_and_its_gradient(order):
+    """Not scattered where it is a permutation, which XLA does number by number."""
+    order = np.array(order)
+    columns, factors = (jnp.arange(12.0).reshape(3, 4) ** power for power in (1, 2))
+
+    def total(columns, reorder):
+        return jnp.sum(reorder(columns, order) * factors)
+
+    np.testing.assert_array_equal(reordered(columns, order), columns[:, order])
+    gradients = [jax.grad(total)(columns, reorder) for reorder in (reordered, lambda c, o: c[:, o])]
+    np.testing.assert_array_equal(*gradients)
+    program = str(jax.make_jaxpr(jax.grad(total), static_argnums=1)(columns, reordered))
+    assert ("scatter" in program) == (len(set(order)) < len(order))

@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -216,12 +216,19 @@ def _param_tensors(
         plain = array.matrix().reshape(array.shape) if isinstance(array, Pairs) else array
         return param.line.split(np.asarray(plain), sizes)
 
-    def producer(index: int) -> Callable[[], np.ndarray]:
-        return lambda: parts()[index].astype(target)
+    def cast(index: int) -> np.ndarray:
+        try:
+            with np.errstate(over="raise"):
+                return parts()[index].astype(target)
+        except FloatingPointError:
+            raise RequestError(
+                f"{param.hf_names[index]} has numbers that {dtype} cannot hold; save it as "
+                f"bfloat16 or float32."
+            ) from None
 
     shapes = param.line.hf_shapes(sizes)
     return [
-        TensorToWrite(hf, dtype_name(target), tuple(shape), producer(index))
+        TensorToWrite(hf, dtype_name(target), tuple(shape), partial(cast, index))
         for index, (hf, shape) in enumerate(zip(param.hf_names, shapes, strict=True))
     ]
 

@@ -68,7 +68,9 @@ class Reward:
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 spec.loader.exec_module(module)
-        except (Exception, SystemExit, GeneratorExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             raise RequestError(f"{self._where(error)} raised {_said(error)}.") from None
         loaded = getattr(module, function, None)
         if not callable(loaded):
@@ -126,7 +128,9 @@ class Reward:
                 result = self.function(**arguments)
                 is_list = isinstance(result, Iterable) and not isinstance(result, NO_LISTS)
                 result = list(result) if is_list else result
-        except (Exception, SystemExit, GeneratorExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # of the user's own kinds
             raise RewardError(
                 f"The reward at {self._where(error)} raised {_said(error)}."
             ) from None
@@ -154,4 +158,8 @@ def _numbers(values: Any) -> list[float]:
 
 
 def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {first_line(error):.300}".rstrip(".")
+    try:
+        line = first_line(error)
+    except Exception:  # its own text fails
+        return type(error).__name__
+    return f"{type(error).__name__}: {line:.300}".rstrip(".")

@@ -97,7 +97,7 @@ def check_ids(model: Model, corpus: Corpus, called: str) -> None:
 def finite(value: float, step: int, what: str = "loss") -> float:
     if not math.isfinite(value):
         raise EngineError(
-            f"The {what} is {value} at step {step}: the run diverged; lower the learning rate and "
-            f"start again, or resume from the newest checkpoint with other settings."
+            f"The {what} is {value} at step {step}: the run diverged; start again in another "
+            f"folder with a lower learning rate."
         )
     return value

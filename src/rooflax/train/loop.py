@@ -438,6 +438,8 @@ class _Run:
                     self.sample()
                 if not interrupted:
                     held_out_loss, held_out = self.evaluate("held-out", None)
+                    if held_out_loss is not None:
+                        finite(held_out_loss, self.step, "held-out loss")
                     self.log_held_out(held_out_loss, held_out, whole=True)
                     test_loss, _ = self.evaluate("test", None)
         result = self.result(held_out_loss, interrupted, was_complete)

@@ -68,6 +68,9 @@ def report(lines: Sequence[dict[str, Any]], name: str) -> str:
     best = best_held_out(lines)
     if best is not None:
         summary += f"; best held-out loss {best['held_out_loss']:.4f} at step {best['step']:,}"
+    ends = [line for line in held_out if line.get("whole")]  # of all rows, where others are of some
+    if ends:
+        summary += f", at the end {ends[-1]['held_out_loss']:.4f}"
     curves = {"training": _curve(steps, "loss"), "held-out": _curve(held_out, "held_out_loss")}
     known = {"step", "tokens", "loss", "lr", "grad_norm", "time"}
     names = [name for name in (steps[-1] if steps else ()) if name not in known]

@@ -80,6 +80,15 @@ def truths(prompts, completions, nested):
     completions.clear()
     prompts[0][0]["content"] = "changed"
     return (True for _ in nested)
+
+
+class Own(BaseException):
+    def __str__(self):
+        raise RuntimeError
+
+
+def own(completions):
+    raise Own
 '''
 
 
@@ -232,6 +241,7 @@ def test_advantages_and_clipping_by_hand():
         ("beyond_floats", r"line 36, gave \[10+\.*.*\]; it must give a list of numbers\.$"),
         ("late", r"rewards\.py, line 42, raised KeyError: 'late'\.$"),
         ("leaves", r"rewards\.py, line 46, raised SystemExit: 0\.$"),
+        ("own", r"rewards\.py, line 64, raised Own\.$"),
     ],
 )
 def test_rewards_that_fail_are_said_with_file_and_line(files, function, said):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import rooflax
+from rooflax.errors import RequestError
 from rooflax.loading.safetensors import SafetensorsFile
 from rooflax.loading.save import save, save_model
 from rooflax.models.model import Model
@@ -134,3 +135,13 @@ def test_a_full_disk_leaves_the_old_folder(trained, tmp_path):
     found = leaves(rooflax.load(tmp_path / "out").weights)
     for name, array in leaves(before.weights).items():
         np.testing.assert_array_equal(found[name], array)
+
+
+def test_numbers_that_a_type_cannot_hold_are_not_saved(trained, tmp_path):
+    model, _ = trained("llama")
+    weights = jax.tree.map(lambda w: w * 1e5, model.weights)
+    said = r"^model\.\S+ has numbers that float16 cannot hold; save it as bfloat16 or float32\.$"
+    with pytest.raises(RequestError, match=said):
+        save_model(tmp_path / "m", model.family, model.config, weights, dtype="float16")
+    assert not list(tmp_path.iterdir())
+    save_model(tmp_path / "m", model.family, model.config, weights, dtype="bfloat16")

@@ -321,7 +321,8 @@ def test_curves(finished):
     assert write_curves(folder) == [folder / "report.html", folder / "curves.png"]
     page = (folder / "report.html").read_text()
     best = min(line["held_out_loss"] for line in log if line.get("whole") is False)
-    assert f"best held-out loss {best:.4f} at step 40" in page
+    (end,) = (line["held_out_loss"] for line in log if line.get("whole"))
+    assert f"best held-out loss {best:.4f} at step 40, at the end {end:.4f}" in page
     assert "<script" not in page and page.count("<polyline") == 3
     assert f"<td>learning_rate</td><td>{CONFIG.learning_rate}</td>" in page
     (folder / "report.html").unlink()
@@ -388,6 +389,12 @@ def test_what_is_not_finite_ends_the_run_and_is_not_saved(corpora, tmp_path, mon
 
 
 WORDS = {"loss": "The loss", "grad_norm": "The gradient's norm"}
+
+
+def test_a_run_that_diverges_in_its_last_step_gives_no_model(corpora, tmp_path):
+    config = tiny.settings(steps=1, learning_rate=1e30, warmup_steps=0)
+    with pytest.raises(EngineError, match="The held-out loss is nan at step 1: the run diverged"):
+        run_training(tiny.make_model("gpt2"), config, *corpora, tmp_path)
 
 
 def test_log_lines_are_on_disk_at_once_and_cut_back(tmp_path):

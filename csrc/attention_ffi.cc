@@ -120,7 +120,7 @@ bool ByHalves(const Sizes& s) {
 
 // Memory of one thread.
 struct Scratch {
-  std::vector<float> scores, q, out;
+  std::vector<float> scores, keys, q, out;
   std::vector<uint16_t> halves;
 };
 
@@ -173,6 +173,7 @@ void AttendTile(const Inputs& in, const Sizes& s, void* out, int64_t r, int64_t 
   int64_t span = std::max<int64_t>(0, high - low);
   if (by_halves && span > 0) span = (high + kSlotBlock - 1) / kSlotBlock * kSlotBlock - low / kSlotBlock * kSlotBlock;
   scratch.scores.resize(static_cast<size_t>((by_halves ? kHalfQueries : kQueries) * span));
+  scratch.keys.resize(static_cast<size_t>(s.head_dim * kKeysAtOnce));
   const int64_t at = kv_head * s.block_size;
   AttendArgs args{};
   args.queries = queries;
@@ -186,6 +187,7 @@ void AttendTile(const Inputs& in, const Sizes& s, void* out, int64_t r, int64_t 
   }
   args.table = in.tables.typed_data() + r * s.blocks_per_row;
   args.scores = scratch.scores.data();
+  args.keys = scratch.keys.data();
   args.span = span;
   args.block_stride = s.kv_heads * s.block_size * s.head_dim;
   args.block_size = s.block_size;

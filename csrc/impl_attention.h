@@ -33,6 +33,9 @@ inline void EachSlot(const AttendArgs& a, const W* pool, const W* then, int64_t 
   }
 }
 
+// Queries that meet a key together.
+constexpr int64_t kTogether = 4;
+
 // Sums of queries with keys that registers hold; keys whose scores with N queries wait for each other, as many as a
 // vector has lanes; and those of them that meet the queries together.
 constexpr int64_t kHeldSums = kRegisters >= 32 ? kLanes : kRegisters / 2;
@@ -45,38 +48,34 @@ constexpr int64_t kKeysTogether = std::max<int64_t>(1, kHeldSums / N);
 // whole vectors.
 template <int64_t N, int64_t I, int64_t kApart, typename W>
 ROOFLAX_INLINE void MultiplyKeys(const Query* queries, const W* const* keys, int64_t count, F16* sums) {
-  constexpr int64_t kFirst = Evenly(N, kHeldSums / I);
-  F16 own[kFirst][I];
+  F16 own[N][I];
   ROOFLAX_WHOLE
   for (auto& line : own) {
     ROOFLAX_WHOLE
     for (auto& sum : line) sum = F16{};
   }
   for (int64_t d = 0; d < count; d += kLanes) {
-    F16 q[kFirst];
+    F16 q[N];
     ROOFLAX_WHOLE
-    for (int64_t n = 0; n < kFirst; ++n) q[n] = Load<F16>(queries[n].q + d);
+    for (int64_t n = 0; n < N; ++n) q[n] = Load<F16>(queries[n].q + d);
     ROOFLAX_WHOLE
     for (int64_t i = 0; i < I; ++i) {
       const F16 wide = LoadWide(keys[i] + d);
       ROOFLAX_WHOLE
-      for (int64_t n = 0; n < kFirst; ++n) own[n][i] += q[n] * wide;
+      for (int64_t n = 0; n < N; ++n) own[n][i] += q[n] * wide;
     }
   }
   ROOFLAX_WHOLE
-  for (int64_t n = 0; n < kFirst; ++n) {
+  for (int64_t n = 0; n < N; ++n) {
     ROOFLAX_WHOLE
     for (int64_t i = 0; i < I; ++i) sums[n * kApart + i] = own[n][i];
-  }
-  if constexpr (N > kFirst) {
-    MultiplyKeys<N - kFirst, I, kApart>(queries + kFirst, keys, count, sums + kFirst * kApart);
   }
 }
 
 // Scores of N queries over every slot that one of them sees. Keys wait until there are kKeys<N> of them, so
 // that the lanes of their sums are added up together.
 template <int64_t N, typename W>
-void Scores(const AttendArgs& a, int64_t begin, int64_t end) {
+[[gnu::noinline]] void Scores(const AttendArgs& a, int64_t begin, int64_t end) {
   static_assert(kKeys<N> % kKeysTogether<N> == 0);
   const auto* k = static_cast<const W*>(a.k);
   const int64_t whole = a.head_dim / kLanes * kLanes;
@@ -120,6 +119,122 @@ void Scores(const AttendArgs& a, int64_t begin, int64_t end) {
   if (waiting > 0) flush();
 }
 
+template <int64_t N>
+struct SumsOf {
+  F16 at[N];
+};
+
+// The sums over d = kLane, kLane + kStep, ... below `whole` of q[n][d] * keys[d], each in the order of Sum. Lanes are
+// sixteen keys, which lie by columns [whole, 16].
+template <int64_t N, int64_t kLane, int64_t kStep, typename T>
+ROOFLAX_INLINE SumsOf<N> SumLanes(const float* const (&q)[N], const T* keys, int64_t whole) {
+  SumsOf<N> sums;
+  if constexpr (kStep == kLanes) {
+    F16 own[N];
+    ROOFLAX_WHOLE
+    for (auto& sum : own) sum = F16{};
+    for (int64_t d = kLane; d < whole; d += kLanes) {
+      const F16 wide = LoadWide(keys + d * kLanes);
+      ROOFLAX_WHOLE
+      for (int64_t n = 0; n < N; ++n) own[n] += q[n][d] * wide;
+    }
+    ROOFLAX_WHOLE
+    for (int64_t n = 0; n < N; ++n) sums.at[n] = own[n];
+  } else {
+    const SumsOf<N> even = SumLanes<N, kLane, 2 * kStep>(q, keys, whole);
+    const SumsOf<N> odd = SumLanes<N, kLane + kStep, 2 * kStep>(q, keys, whole);
+    ROOFLAX_WHOLE
+    for (int64_t n = 0; n < N; ++n) sums.at[n] = even.at[n] + odd.at[n];
+  }
+  return sums;
+}
+
+// Scores [next, next + count) of the queries [n, n + N), or of those of them that there are.
+template <int64_t N, typename T>
+[[gnu::noinline]] void ScoresOfTransposed(const AttendArgs& a, int64_t n, const T* keys, F16 factors, int64_t next,
+                                          int64_t count) {
+  if constexpr (N > 1) {
+    if (a.count - n < N) return ScoresOfTransposed<N - 1>(a, n, keys, factors, next, count);
+  }
+  const float* q[N];
+  ROOFLAX_WHOLE
+  for (int64_t i = 0; i < N; ++i) q[i] = a.queries[n + i].q;
+  const int64_t whole = a.head_dim / kLanes * kLanes;
+  SumsOf<N> sums = SumLanes<N, 0, 1>(q, keys, whole);
+  for (int64_t d = whole; d < a.head_dim; ++d) {
+    const F16 wide = LoadWide(keys + d * kLanes);
+    ROOFLAX_WHOLE
+    for (int64_t i = 0; i < N; ++i) sums.at[i] += q[i][d] * wide;
+  }
+  ROOFLAX_WHOLE
+  for (int64_t i = 0; i < N; ++i) {
+    float* scores = a.scores + (n + i) * a.span + next;
+    if (count == kLanes) {
+      Store(scores, sums.at[i] * factors);
+    } else {
+      float last[kLanes];
+      Store(last, sums.at[i] * factors);
+      std::copy_n(last, count, scores);
+    }
+  }
+}
+
+// Sixteen keys [head_dim] by columns, in two bytes a number where they are so in the pool.
+template <typename W>
+auto TransposedKeys(const AttendArgs& a, const W* const* keys) {
+  constexpr bool kWords = sizeof(W) == 2;
+  using T = std::conditional_t<kWords, W, float>;
+  auto* to = static_cast<T*>(a.keys);
+  int64_t d = 0;
+  for (; d + kLanes <= a.head_dim; d += kLanes) {
+    if constexpr (kWords) {
+      const uint16_t* rows[kLanes];
+      for (int64_t i = 0; i < kLanes; ++i) rows[i] = reinterpret_cast<const uint16_t*>(keys[i] + d);
+      TransposeWords(rows, reinterpret_cast<uint16_t*>(to + d * kLanes));
+    } else {
+      Transpose([&](int i) { return LoadWide(keys[i] + d); },
+                [&](int i, F16 lane) { Store(to + (d + i) * kLanes, lane); });
+    }
+  }
+  for (; d < a.head_dim; ++d) {
+    for (int64_t i = 0; i < kLanes; ++i) {
+      if constexpr (kWords) {
+        to[d * kLanes + i] = keys[i][d];
+      } else {
+        to[d * kLanes + i] = Widen(keys[i][d]);
+      }
+    }
+  }
+  return static_cast<const T*>(to);
+}
+
+// The scores of Scores, of more queries: sixteen keys at a time are transposed once for all.
+template <typename W>
+[[gnu::noinline]] void ScoresOfMany(const AttendArgs& a, int64_t begin, int64_t end) {
+  static_assert(kKeysAtOnce == kLanes);
+  const auto* k = static_cast<const W*>(a.k);
+  float scales[kLanes] = {};
+  const W* keys[kLanes];
+  int64_t waiting = 0, next = 0;
+  const auto flush = [&] {
+    std::fill(keys + waiting, keys + kLanes, keys[0]);
+    const auto* transposed = TransposedKeys<W>(a, keys);
+    F16 factors = Broadcast(a.scale);
+    if constexpr (sizeof(W) == 1) factors *= Load<F16>(scales);
+    for (int64_t n = 0; n < a.count; n += kTogether) {
+      ScoresOfTransposed<kTogether>(a, n, transposed, factors, next, waiting);
+    }
+    next += waiting;
+    waiting = 0;
+  };
+  EachSlot(a, k, static_cast<const W*>(a.v), begin, end, 0, a.head_dim, [&](int64_t, int64_t slot, int64_t token) {
+    keys[waiting] = k + slot;
+    if constexpr (sizeof(W) == 1) scales[waiting] = a.k_scale[token];
+    if (++waiting == kLanes) flush();
+  });
+  if (waiting > 0) flush();
+}
+
 // Outputs [d, d + H vectors) of N queries.
 template <int64_t N, int64_t H, typename W>
 ROOFLAX_INLINE void OutputsAt(const AttendArgs& a, const Query* queries, const float* shares, int64_t begin,
@@ -155,7 +270,8 @@ ROOFLAX_INLINE void OutputsAt(const AttendArgs& a, const Query* queries, const f
 
 // Outputs of N queries, as many vectors at once as registers have room for.
 template <int64_t N, typename W>
-void Outputs(const AttendArgs& a, const Query* queries, const float* shares, int64_t begin, int64_t end) {
+[[gnu::noinline]] void Outputs(const AttendArgs& a, const Query* queries, const float* shares, int64_t begin,
+                               int64_t end) {
   constexpr int64_t kHeld = 4 * N < kRegisters ? 4 : 2 * N < kRegisters ? 2 : 1;  // and one for what is loaded
   const auto* v = static_cast<const W*>(a.v);
   const auto* next_head = static_cast<const W*>(a.k) + a.block_size * a.head_dim;
@@ -188,10 +304,7 @@ void AttendWidth(const AttendArgs& a) {
     case 2: Scores<2, W>(a, begin, end); break;
     case 3: Scores<3, W>(a, begin, end); break;
     case 4: Scores<4, W>(a, begin, end); break;
-    case 5: Scores<5, W>(a, begin, end); break;
-    case 6: Scores<6, W>(a, begin, end); break;
-    case 7: Scores<7, W>(a, begin, end); break;
-    default: Scores<8, W>(a, begin, end);
+    default: ScoresOfMany<W>(a, begin, end);
   }
   for (int64_t n = 0; n < a.count; ++n) {
     const Query& query = a.queries[n];
@@ -203,7 +316,7 @@ void AttendWidth(const AttendArgs& a) {
     if (a.cap != 0.0f || query.bias != nullptr) Adjust(visible, count, 1.0f, a.cap, query.bias);
     Softmax(visible, count, query.sink);
   }
-  for (int64_t n = 0; n < a.count; n += 4) {
+  for (int64_t n = 0; n < a.count; n += kTogether) {
     const float* shares = a.scores + n * a.span;
     switch (a.count - n) {
       case 1: Outputs<1, W>(a, a.queries + n, shares, begin, end); break;

@@ -180,6 +180,35 @@ ROOFLAX_INLINE void Transpose(const Row& row, const Put& put) {
 #endif
 }
 
+// Sixteen lines of sixteen words by columns: to[16 i + r] = rows[r][i].
+inline void TransposeWords(const uint16_t* const* rows, uint16_t* to) {
+#if defined(__AVX2__)
+  const auto* const* from = reinterpret_cast<const __m128i* const*>(rows);
+  for (int half = 0; half < 2; ++half) {  // columns 8 half to 8 half + 7, of the rows r and 8 + r beside each other
+    __m256i lines[8];
+    for (int r = 0; r < 8; ++r) {
+      lines[r] = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(from[r] + half)),
+                                         _mm_loadu_si128(from[8 + r] + half), 1);
+    }
+    for (int turn = 0; turn < 3; ++turn) {  // each moves one bit of a word's place from its column to its row
+      __m256i next[8];
+      for (int r = 0; r < 4; ++r) {
+        next[2 * r] = _mm256_unpacklo_epi16(lines[r], lines[4 + r]);
+        next[2 * r + 1] = _mm256_unpackhi_epi16(lines[r], lines[4 + r]);
+      }
+      for (int r = 0; r < 8; ++r) lines[r] = next[r];
+    }
+    for (int i = 0; i < 8; ++i) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + (8 * half + i) * kLanes), lines[i]);
+    }
+  }
+#else
+  for (int r = 0; r < kLanes; ++r) {
+    for (int i = 0; i < kLanes; ++i) to[kLanes * i + r] = rows[r][i];
+  }
+#endif
+}
+
 // Sixteen sums at once, each in the order of Sum: out[i] = Sum(x[i]).
 ROOFLAX_INLINE F16 SumEach(const F16 x[kLanes]) {
 #if defined(__AVX512F__)

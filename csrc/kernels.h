@@ -225,9 +225,9 @@ struct Query {
   const float* bias;  // what the scores of these slots gain; or null
 };
 
-// The most that share a pass over their keys: of `attend`, and of `attend_halves`, which takes slots in
-// blocks of kSlotBlock.
-constexpr int64_t kQueries = 8, kHalfQueries = 32, kSlotBlock = 32;
+// The most that share a pass over their keys: of `attend`, which transposes kKeysAtOnce of these, and of
+// `attend_halves`, which takes slots in blocks of kSlotBlock.
+constexpr int64_t kQueries = 16, kKeysAtOnce = 16, kHalfQueries = 32, kSlotBlock = 32;
 
 // Queries that share a row and a K/V head, over its blocks:
 //   p = softmax over visible s of (scale * q . k[s] + bias, and the sink);  out = sum of p[s] * v[s]
@@ -242,6 +242,7 @@ struct AttendArgs {
   const float* v_scale;
   const int32_t* table;  // block numbers
   float* scores;  // [count, span], scratch
+  void* keys;  // [head_dim, kKeysAtOnce] of at most four bytes each, scratch; not of `attend_halves`
   int64_t span;  // from the first to the last slot that any query sees; of `attend_halves` in whole blocks
   int64_t block_stride, block_size, head_dim;  // block_stride in elements
   float scale, cap;  // cap: 0 is none

@@ -539,7 +539,7 @@ void TestAttend(int64_t head_dim, int64_t count, int64_t queries, rooflax::Width
   const int64_t first = count > 3 || count == 0 ? 2 : 0;  // also where all see nothing
   const int64_t blocks = (first + count + rooflax::kSlotBlock - 1) / rooflax::kSlotBlock;
   const int64_t span = halves ? blocks * rooflax::kSlotBlock : count;
-  std::vector<float> scores(static_cast<size_t>(span * queries));
+  std::vector<float> scores(static_cast<size_t>(span * queries)), keys(static_cast<size_t>(head_dim * rooflax::kKeysAtOnce));
   std::vector<float> out(static_cast<size_t>(head_dim * queries));
   std::vector<rooflax::Query> all;
   for (int64_t n = 0; n < queries; ++n) {
@@ -563,6 +563,7 @@ void TestAttend(int64_t head_dim, int64_t count, int64_t queries, rooflax::Width
   args.k_scale = args.v_scale = scales.data();
   args.table = table.data();
   args.scores = scores.data();
+  args.keys = keys.data();
   args.span = span;
   args.block_stride = kBlock * head_dim;
   args.block_size = kBlock;
@@ -593,6 +594,13 @@ void TestAttend(int64_t head_dim, int64_t count, int64_t queries, rooflax::Width
       Check("attend", query.out[d], static_cast<float>(wanted[d] / total), tolerance);
     }
   }
+  const std::vector<float> together = out;
+  for (int64_t n = 0; n < queries && !halves; ++n) {
+    args.queries = all.data() + n;
+    args.count = 1;
+    kernels.attend(args);
+  }
+  for (size_t i = 0; i < out.size(); ++i) Check("attend alone", out[i], together[i], 0.0f);
 }
 
 // What is above a value, gathered in pieces of `room`; the last lanes have no neighbours to read.
@@ -1026,9 +1034,9 @@ int main(int argc, char** argv) {
     for (int kind = 1; kind <= 7; ++kind) {
       for (bool gated : {false, true}) TestBefore(static_cast<rooflax::Before>(kind), gated, 37);
     }
-    for (int64_t head_dim : {20, 64}) {
+    for (int64_t head_dim : {8, 20, 64}) {
       for (int64_t count : {0, 1, 5, 22}) {
-        for (int64_t queries = 1; queries <= std::min<int64_t>(count + 1, 8); ++queries) {
+        for (int64_t queries = 1; queries <= std::min<int64_t>(count + 1, rooflax::kQueries); ++queries) {
           for (auto width : {Width::kFloat32, Width::kBfloat16, Width::kFloat16, Width::kInt8,
                              Width::kFp8}) {
             TestAttend(head_dim, count, queries, width);

@@ -257,7 +257,7 @@ ROOFLAX_HANDLER(rooflax_attention, Attention,
                     .Attr<int64_t>("ahead"));
 
 // Counts changes of what arguments mean; ops/native.py says the one it speaks.
-extern "C" __attribute__((visibility("default"))) int rooflax_kernels_version() { return 25; }
+extern "C" __attribute__((visibility("default"))) int rooflax_kernels_version() { return 26; }
 
 Computed& TheComputed() {
   static Computed computed;

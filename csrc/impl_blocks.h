@@ -343,7 +343,7 @@ ROOFLAX_INLINE void AddGroup(const PackedArgs& a, const uint8_t* w, int64_t pane
 template <typename Type, int64_t P>
 void RowOfBlocks(const PackedArgs& a, int64_t panel, int64_t apart) {
   const int64_t groups = a.stride / kGroup, panel_bytes = groups * Type::kBytes;
-  const int64_t ahead = kFarApart ? kStreamAhead : 4096;
+  const int64_t ahead = kCodesApart ? kStreamAhead : 4096;
   F16 totals[P];
   ROOFLAX_WHOLE
   for (auto& total : totals) total = F16{};
@@ -383,10 +383,10 @@ void TileOfBlocks(const PackedArgs& a, int64_t row, int64_t count, int64_t panel
 template <typename Type>
 void BlocksTimesBytes(const PackedArgs& a) {
   if (a.rows == 1) {
-    constexpr int64_t kAtOnce = kFarApart ? kStreams : 2;
-    const int64_t turns = (a.end - a.begin) / kAtOnce, next = kFarApart ? 1 : kAtOnce;
+    constexpr int64_t kAtOnce = kCodeStreams;
+    const int64_t turns = (a.end - a.begin) / kAtOnce;
     for (int64_t turn = 0; turn < turns; ++turn) {
-      RowOfBlocks<Type, kAtOnce>(a, a.begin + turn * next, kFarApart ? turns : 1);
+      RowOfBlocks<Type, kAtOnce>(a, a.begin + turn, turns);
     }
     for (int64_t panel = a.begin + turns * kAtOnce; panel < a.end; ++panel) RowOfBlocks<Type, 1>(a, panel, 1);
     return;

@@ -18,7 +18,7 @@ constexpr int64_t kTileRows = 2, kPanelRows = 2;
 struct Further {
   template <int64_t P>
   ROOFLAX_INLINE int64_t Ahead(int64_t at, int64_t panel_bytes, int64_t apart) const {
-    constexpr int64_t kAheadOf = kFarApart && P > 1 ? kStreamAhead : 4096;
+    constexpr int64_t kAheadOf = kCodesApart && P > 1 ? kStreamAhead : 4096;
     const bool within = P == 1 || apart > 1 || at + kAheadOf < panel_bytes;
     return within ? kAheadOf : kAheadOf + (P - 1) * panel_bytes;
   }
@@ -33,11 +33,18 @@ struct HalfOfNext {
   }
 };
 
-// M rows times the panels [begin, end), P of them at once: beside each other, or where a thread reads
-// faster from several places, each the next of a P-th of the panels.
+// Panels beside each other that a tile multiplies at once: two share what is loaded of x, but memory answers one
+// faster, which few rows wait for.
+constexpr int64_t PanelsBeside(int64_t rows) {
+  constexpr int64_t kWaiting = kCodesApart ? 1 : 4;
+  return rows > kWaiting && kRegisters >= 32 ? 2 : 1;
+}
+
+// M rows times the panels [begin, end), P of them at once: beside each other, or where a thread is to read
+// several places at once, each the next of a P-th of the panels.
 template <typename Tile, int64_t M, int64_t P, typename Fetch>
 void PanelsOf(const PackedArgs& a, int64_t row, int64_t begin, int64_t end, Fetch fetch) {
-  const int64_t turns = (end - begin) / P, apart = kFarApart ? turns : 1, next = kFarApart ? 1 : P;
+  const int64_t turns = (end - begin) / P, apart = Tile::kApart ? turns : 1, next = Tile::kApart ? 1 : P;
   for (int64_t turn = 0; turn < turns; ++turn) {
     Tile::template Run<M, P>(a, row, begin + turn * next, apart, fetch);
   }
@@ -97,11 +104,12 @@ inline void Prefetch(const uint8_t* from, int64_t lines) {
 // ---- Bytes times bytes, one scale per row and output ----
 
 struct Int8Tile {
+  static constexpr bool kApart = kCodesApart;
   static int64_t PanelBytes(int64_t stride) { return stride * kPanel; }
 
   // As many as memory is read from at once for few rows; for more, two share what is loaded of x.
   static constexpr int64_t Panels(int64_t rows) {
-    return rows * 2 <= kStreams ? kStreams / rows : rows > 1 && kRegisters >= 32 ? 2 : 1;
+    return rows * 2 <= kCodeStreams ? kCodeStreams / rows : PanelsBeside(rows);
   }
 
   // Quads that take turns among as many sums, so that few rows' sums do not wait for each other.
@@ -223,11 +231,12 @@ struct Iq4Group {
 #if !defined(__aarch64__)
 template <typename Group>
 struct GroupTile {
+  static constexpr bool kApart = kCodesApart;
   static constexpr int64_t kGroupBytes = Group::kLines * 64;
   static int64_t PanelBytes(int64_t stride) { return stride / kGroup * kGroupBytes; }
 
   static constexpr int64_t Panels(int64_t rows) {
-    return rows == 1 && kFarApart ? kStreams : rows <= kPanelRows && kRegisters >= 32 ? 2 : 1;
+    return rows == 1 ? kCodeStreams : rows <= kPanelRows ? PanelsBeside(rows) : 1;
   }
 
 #if defined(ROOFLAX_PAIRS_OF_BYTES)
@@ -383,7 +392,7 @@ struct GroupTile {
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t block = panel * groups + g;
       I16 sums[P][M];
-      if constexpr (kFarApart && M == 1) FetchScales<P>(a.w_scale, block, apart * groups);
+      if constexpr (kCodesApart && M == 1) FetchScales<P>(a.w_scale, block, apart * groups);
       const int64_t ahead = fetch.template Ahead<P>(g * kGroupBytes, panel_bytes, apart);
       Dots<M, P>(x + g * M * kGroup * a.planes, x_start + g * M, a.w + block * kGroupBytes, apart * panel_bytes,
                  ahead, a.planes, sums);
@@ -530,6 +539,8 @@ ROOFLAX_INLINE F16 OutputScale(const PackedArgs& a, int64_t panel) {
 
 template <typename Wide>
 struct WideTile {
+  static constexpr bool kApart = kFarApart;
+
   static constexpr int64_t Panels(int64_t rows) {
     return rows == 1 ? kPanelRows / 2 : rows <= kPanelRows * 3 / 8 ? 2 : 1;
   }

@@ -329,7 +329,7 @@ void GroupsByTiles(const PackedArgs& a) {
 }
 
 void BytesByTiles(const PackedArgs& a) {
-  if (a.rows * a.planes < (a.code == Code::kInt8 ? kInt8From : kGroupsFrom)) return avx512_far::kKernels.bytes(a);
+  if (a.rows * a.planes < (a.code == Code::kInt8 ? kInt8From : kGroupsFrom)) return avx512::kKernels.bytes(a);
   switch (a.code) {
     case Code::kInt8: return Int8ByTiles(a);
     case Code::kFp8: return;

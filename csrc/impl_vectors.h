@@ -578,6 +578,9 @@ ROOFLAX_INLINE F16 Log(F16 x) {
 // the compiler's choice, and all rows and tiles have to have the same.
 template <typename W>
 [[gnu::noinline]] float AddTail(float sum, const float* x, const W* w, int64_t begin, int64_t end) {
-  for (int64_t k = begin; k < end; ++k) sum += x[k] * Widen(w[k]);
+  for (int64_t k = begin; k < end; ++k) {
+    asm volatile("" ::: "memory");  // else GCC multiplies in vectors, and rounds before it adds
+    sum += x[k] * Widen(w[k]);
+  }
   return sum;
 }

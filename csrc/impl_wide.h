@@ -3,16 +3,17 @@
 constexpr int64_t kLanes = 16;
 // kRegisters  vectors of sixteen floats that registers hold
 // kStreams    places that a thread reads one row's weights from at once, as many as memory answers best
+// kCodeStreams  the same of codes with activations in bytes
 #if defined(__AVX512F__)
-constexpr int64_t kRegisters = 32, kStreams = ROOFLAX_STREAMS;
+constexpr int64_t kRegisters = 32, kStreams = ROOFLAX_STREAMS, kCodeStreams = ROOFLAX_CODE_STREAMS;
 #elif defined(__AVX2__)
-constexpr int64_t kRegisters = 8, kStreams = 4;
+constexpr int64_t kRegisters = 8, kStreams = 4, kCodeStreams = 1;
 #elif defined(__aarch64__)
-constexpr int64_t kRegisters = 8, kStreams = 1;
+constexpr int64_t kRegisters = 8, kStreams = 1, kCodeStreams = 1;
 #else
-constexpr int64_t kRegisters = 4, kStreams = 1;
+constexpr int64_t kRegisters = 4, kStreams = 1, kCodeStreams = 1;
 #endif
-constexpr bool kFarApart = kStreams > 1;
+constexpr bool kFarApart = kStreams > 1, kCodesApart = kCodeStreams > 1;
 // Bytes ahead that are fetched in each of several places: the processor itself fetches further.
 constexpr int64_t kStreamAhead = 1024;
 

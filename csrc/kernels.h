@@ -377,7 +377,7 @@ struct Kernels {
   void (*expand)(const ExpandArgs&);
 };
 
-// What tiles of AMX do; for the rest there are the kernels of avx512_far, which is what such processors are.
+// What tiles of AMX do; for the rest there are the kernels of avx512_far, and of avx512 for few rows' codes.
 struct TileKernels {
   void (*split)(const SplitArgs&);
   void (*pairs)(const MatmulArgs&);

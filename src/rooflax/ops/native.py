@@ -32,7 +32,7 @@ LAYOUTS = (
 """Layouts of weights that its kernels read: [in, out], [out, in], `Pairs`, and codes."""
 READ_AS = {"int4-z64": "q4_k", "int4-z128": "q4_k"}
 """Codes whose arrays are those of another layout."""
-KERNELS_VERSION = 25
+KERNELS_VERSION = 26
 """Version of what the arguments of its functions mean; csrc/attention_ffi.cc says the library's."""
 OLDER = "the native library is not of this version; install rooflax again"
 INSTRUCTION_SETS = (

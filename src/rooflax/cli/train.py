@@ -134,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
 def _train(args: argparse.Namespace, config: TrainConfig, data: DataConfig, out: Path) -> int:
     from rooflax.engine.compilation import enable_persistent_cache
     from rooflax.train import job
-    from rooflax.train.checks import check_held_out, check_seq_len
+    from rooflax.train.checks import check_fits, check_held_out, check_seq_len
     from rooflax.train.loop import resolved, run_training, write_curves
 
     enable_persistent_cache()
@@ -142,6 +142,7 @@ def _train(args: argparse.Namespace, config: TrainConfig, data: DataConfig, out:
         session.say_without_kernels()
     start = Start(args)
     check_seq_len(config, start.config.max_position)
+    check_fits(start.family, start.config, config)
     corpora: tuple[Corpus | None, ...] = (None, None, None)
     rollouts = llm = sampler = None
     if config.train_mode == GRPO:

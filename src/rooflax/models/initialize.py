@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -54,6 +55,13 @@ def random_weights(
     if stacked and place is None:
         return Stacks(config.num_layers, config.groups.period).filled(arrays())
     return assemble(config.num_layers, arrays())
+
+
+def weight_shapes(config: Decoder) -> dict[str, Any]:
+    """Shapes of the float32 weights that `random_weights` makes, in the same tree."""
+    plans = (DEFAULT_STORAGE.of(param, config) for param in config.params())
+    shapes = ((plan.param, jax.ShapeDtypeStruct(plan.shape, jnp.float32)) for plan in plans)
+    return assemble(config.num_layers, shapes)
 
 
 def _values(plan: WeightPlan, config: Decoder, seed: int, dtype: str) -> np.ndarray:

@@ -3,15 +3,42 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from rooflax.errors import EngineError, RequestError
-from rooflax.models.model import Model
+from rooflax.models.initialize import weight_shapes
+from rooflax.models.model import Model, build
+from rooflax.nn.decoder import Decoder
+from rooflax.train.adapters import LoraTraining
 from rooflax.train.config import DPO, GRPO, TrainConfig
 from rooflax.train.data import Corpus
+from rooflax.train.devices import DeviceMesh
+
+
+def check_fits(family: str, architecture: Decoder, config: TrainConfig) -> None:
+    """Rejects what an architecture cannot be trained as, before its weights are read.
+
+    Raises:
+        RequestError: its layers keep a state, an adapter names modules that it lacks, or it does
+            not divide among the devices of the mesh.
+    """
+    model = build(family, architecture, weight_shapes(architecture), None)
+    check_trainable(model, config)
+    if config.layers == "scan":
+        model = jax.eval_shape(Model.stacked, model)
+    lora = LoraTraining(model, config) if config.trains_adapter else None
+    if config.mesh is None:
+        return
+    trained = model.weights
+    if lora is not None:
+        trained = jax.eval_shape(
+            lambda weights: LoraTraining(replace(model, weights=weights), config).start(), trained
+        )
+    DeviceMesh(config.mesh, model, trained, model.rope if lora is None else model)
 
 
 def check_trainable(model: Model, config: TrainConfig) -> None:

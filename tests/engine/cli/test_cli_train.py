@@ -144,6 +144,32 @@ def test_a_resume_that_is_refused_leaves_the_log(rooflax, data, damage):
     assert log.read_bytes() == b"".join(lines)
 
 
+LORA = ("--fine-tune-type", "lora")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((*LORA, "--target-modules", "q_proj,nope"), "--target-modules names 'nope'"),
+        ((*LORA, "--modules-to-save", "nope"), "--modules-to-save names 'nope'"),
+        ((*LORA, "--target-parameters", "nope"), "--target-parameters names 'nope'"),
+        (("--mesh", "data=64", "--batch", 64), "needs 64 devices"),
+        ((*NEW, "--mesh", "tensor=2"), "1 kv_heads do not divide over 2 devices"),
+        (
+            ("--config", "odd.json", "--vocab-size", 300, "--mesh", "fsdp=2", "--layers", "scan"),
+            "no axis of embed [321, 17] divides over fsdp=2 devices",
+        ),
+    ],
+)
+def test_what_the_model_cannot_be_trained_as_leaves_no_folder(rooflax, data, flags, said):
+    odd = CONFIG | {"vocab_size": 321, "hidden_size": 17, "head_dim": 8}
+    (data / "odd.json").write_text(json.dumps(odd))
+    ran = train(rooflax, *flags)
+    assert (ran.code, ran.out, len(ran.err.splitlines())) == (2, "", 1)
+    assert said in ran.err
+    assert not (data / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("flag", "value"), [("--batch", 10**20), ("--lr", "1e39"), ("--micro-batches", 2**40)]
 )

@@ -15,6 +15,7 @@ from rooflax.cli import flags, platform, session, terminal
 from rooflax.cli.parser import Parser, whole
 from rooflax.cli.statistics import counted
 from rooflax.cli.train_data import (
+    TOKEN_FILES,
     data_settings,
     digest_of,
     note_data,
@@ -44,7 +45,7 @@ from rooflax.train.corpus import (
     dataset_files,
 )
 from rooflax.train.log import read_log
-from rooflax.train.trackers import TRACKERS, tracker_module, tracking
+from rooflax.train.trackers import TENSORBOARD, TRACKERS, tracker_module, tracking
 
 if TYPE_CHECKING:
     from rooflax.llm import LLM
@@ -277,22 +278,37 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 WRITTEN_LATER = ("log.jsonl", "checkpoints", "model", "adapter", "report.html", "curves.png")
 """Names in a run's folder that are written once it has a data.json."""
+FOLDERS = ("checkpoints", "best", "model", "adapter", "tokenizer", TENSORBOARD)
+FILES = (
+    "data.json", "log.jsonl", "report.html", "curves.png", "reference.npy",
+    *(f"{name}.bin{end}" for name in TOKEN_FILES.values() for end in ("", ".flags", ".json")),
+)  # fmt: skip
+"""Names of folders and of files in a run's folder."""
 
 
 def _check_out(name: str) -> None:
-    """Rejects a folder whose files a run would replace, and that holds no run."""
+    """Rejects a folder whose files a run would replace, and that holds no run; and one in which
+    something else is in the place of a run's files and folders."""
     if not name:
         raise RequestError("--out is empty; give the name of a folder.")
     out = Path(name)
     if out.exists() and not out.is_dir():
         raise RequestError(f"--out {name} is a file; give the name of a folder.")
-    if (out / "checkpoints").exists() and not (out / "checkpoints").is_dir():
-        raise RequestError(f"{out / 'checkpoints'} is a file, and a run has its checkpoints there.")
     others = [file for file in WRITTEN_LATER if (out / file).exists()]
     if others and not (out / "data.json").exists():
         raise RequestError(
             f"--out {name} holds {others[0]}, which is of no run; give a folder of its own."
         )
+    for kind, names, is_kind in (
+        ("folder", FOLDERS, Path.is_dir),
+        ("regular file", FILES, Path.is_file),
+    ):
+        for path in map(out.joinpath, names):
+            if path.exists() and not is_kind(path):
+                raise RequestError(
+                    f"{path} is no {kind}, and a run has one there; move it away or give another "
+                    f"--out."
+                )
 
 
 def _rollouts(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rooflax.errors import CheckpointError
+from rooflax.files import read_regular
 
 
 class TrainLog:
@@ -88,14 +89,16 @@ def read_log(path: Path, position: int | None = None) -> list[dict[str, Any]]:
         position: bytes that are read; None is all.
 
     Raises:
-        CheckpointError: one is damaged, or the file is shorter.
+        CheckpointError: one is damaged, or the file is shorter or no regular one.
     """
     damaged = f"{path} is damaged; put it back or train into another folder."
     try:
-        content = path.read_bytes() if path.exists() or position is None else b""
+        content = read_regular(path) if path.exists() or position is None else b""
         if position is not None and len(content) < position:
             raise CheckpointError(_short(path, len(content), position))
         lines = [json.loads(line) for line in content[:position].splitlines()]
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}.") from None
     except (ValueError, RecursionError):
         raise CheckpointError(damaged) from None
     if not all(map(_is_line, lines)):

@@ -15,7 +15,7 @@ import pytest
 from rooflax import LLM
 from rooflax.cli.main import main
 from rooflax.cli.train_data import digest_of
-from rooflax.errors import RequestError
+from rooflax.errors import CheckpointError, RequestError
 from rooflax.loading.load import load
 from rooflax.loading.model_info import embedded_folder
 from rooflax.loading.save import save_model
@@ -25,6 +25,7 @@ from rooflax.models.registry import read_config
 from rooflax.train import loop
 from rooflax.train.config import TrainConfig
 from rooflax.train.corpus import Prompt
+from rooflax.train.log import read_log
 from tests.flags import replaced
 from tests.marks import cases
 
@@ -114,6 +115,34 @@ def test_files_of_no_run_stay(rooflax, data):
         assert ran.code == 2 and said in ran.err
     assert (data / "own/log.jsonl").read_text() == "mine"
     assert sorted(path.name for path in data.iterdir()) == ["config.json", "own", "texts"]
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "said"),
+    [
+        ("adapter", Path.touch, "run/adapter is no folder"),
+        ("tensorboard", Path.touch, "run/tensorboard is no folder"),
+        ("report.html", Path.mkdir, "run/report.html is no regular file"),
+        ("training.bin.flags", Path.mkdir, "run/training.bin.flags is no regular file"),
+        ("log.jsonl", os.mkfifo, "run/log.jsonl is no regular file"),
+        ("curves.png", os.mkfifo, "run/curves.png is no regular file"),
+        ("held_out.bin", os.mkfifo, "run/held_out.bin is no regular file"),
+    ],
+)
+def test_what_is_in_the_place_of_a_runs_files_is_said_first(rooflax, data, name, make, said):
+    (data / "run").mkdir()
+    (data / "run/data.json").write_text("{}")
+    make(data / "run" / name)
+    ran = train(rooflax, *NEW)
+    assert (ran.code, ran.out, len(ran.err.splitlines())) == (2, "", 1)
+    assert f"{said}, and a run has one there" in ran.err
+    assert sorted(path.name for path in (data / "run").iterdir()) == sorted([name, "data.json"])
+
+
+def test_a_log_that_is_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "log.jsonl")
+    with pytest.raises(CheckpointError, match=r"log.jsonl: it is not a regular file"):
+        read_log(tmp_path / "log.jsonl", 0)
 
 
 def test_an_adapters_folder_keeps_what_others_put_there(rooflax, data):

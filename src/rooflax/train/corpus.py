@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -235,24 +236,28 @@ def _read(path: Path) -> str:
 
 
 def jsonl_values(path: Path) -> Iterator[Value]:
-    """The lines of a file that are not empty, without a byte order mark; None is a value that is
-    nested too deeply, or too long a number.
+    """The lines of a file that are not empty, without a byte order mark.
 
     Raises:
-        RequestError: the file is missing or not UTF-8, or a line is not JSON.
+        RequestError: the file is missing or not UTF-8, or a line is not JSON, nested too deeply or
+            has too long a number.
     """
     for number, line in enumerate(_read(path).removeprefix("\ufeff").split("\n"), start=1):
         if not line.strip():
             continue
+        where = f"line {number} of {path}"
         try:
             value = json.loads(line)
         except json.JSONDecodeError as error:
             raise RequestError(
-                f"line {number} of {path} is not JSON: {error.msg} at character {error.pos + 1}."
+                f"{where} is not JSON: {error.msg} at character {error.pos + 1}."
             ) from None
-        except (ValueError, RecursionError):
-            value = None
-        yield value, f"{path.name}:{number}", f"line {number} of {path}"
+        except RecursionError:
+            raise RequestError(f"{where} is nested too deeply.") from None
+        except ValueError:
+            most = sys.get_int_max_str_digits()
+            raise RequestError(f"{where} has a number of more than {most:,} digits.") from None
+        yield value, f"{path.name}:{number}", where
 
 
 def hub_values(spec: str) -> dict[str, Iterator[Value]]:
@@ -322,7 +327,13 @@ def _row(value: dict[str, Any], name: str, where: str, field: str | None) -> Row
     if field is None and {"chosen", "rejected"} <= value.keys():
         return _preference(value, name, where)
     text = value.get(field or "text")
-    return Document(name, text) if isinstance(text, str) and _is_unicode(text) else None
+    if not isinstance(text, str):
+        return None
+    if not _is_unicode(text):
+        raise RequestError(
+            f"{where} has a lone surrogate under {field or 'text'!r}, which is no Unicode text."
+        )
+    return Document(name, text)
 
 
 def _answered(value: dict[str, Any], key: str, name: str, where: str) -> ChatRow | PromptCompletion:

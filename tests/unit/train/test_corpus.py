@@ -180,7 +180,7 @@ def test_folders_of_parts(tmp_path):
 @pytest.mark.parametrize(
     "line",
     ['{"text": 3}', '{"text": null}', '{"body": "x"}', '["text"]', '"text"', "3", "null", "{",
-     '{"text": "x"} {"text": "y"}', "[" * 100_000, r'{"text": "half \ud83d"}'],
+     '{"text": "x"} {"text": "y"}'],
     ids=lambda line: line[:20],
 )  # fmt: skip
 def test_bad_jsonl_lines(tmp_path, line):
@@ -190,6 +190,22 @@ def test_bad_jsonl_lines(tmp_path, line):
     ) as caught:
         list(file_documents([path]))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (r'{"text": "\ud83d"}', "has a lone surrogate under 'text', which is no Unicode text."),
+        ('{"text": "x", "n": %s}' % ("9" * 5000), "has a number of more than 4,300 digits."),
+        ('{"text": "x", "n": %s}' % ("[" * 100_000 + "]" * 100_000), "is nested too deeply."),
+    ],
+    ids=["surrogate", "digits", "nesting"],
+)  # fmt: skip
+def test_json_that_is_no_row_says_why(tmp_path, line, said):
+    path = write_jsonl(tmp_path / "a.jsonl", '{"text": "good"}', line)
+    with pytest.raises(RequestError) as caught:
+        list(file_documents([path]))
+    assert str(caught.value) == f"line 2 of {path} {said}"
 
 
 def test_an_array_of_rows_is_not_trained_as_text(tmp_path):

@@ -36,13 +36,15 @@ LOST_S = 15
 LOST_SAID = b"JAX distributed service detected fatal errors"
 LOST = b"rooflax: another process of the job was lost, so this one ends.\n"
 MOST_SAID_BYTES = 1 << 16
+THREADS_PER_PROCESSOR = 16
+"""The most that --threads takes: with very many, XLA does nothing but start them."""
 
 
 def settle(args: argparse.Namespace) -> None:
     """Applies --platform and --threads to this process and to those it starts; imports no jax.
 
     Raises:
-        RequestError: no platform has that name.
+        RequestError: no platform has that name, or there are too many threads.
     """
     platform = args.platform
     if platform is not None and platform not in PLATFORMS:
@@ -50,6 +52,12 @@ def settle(args: argparse.Namespace) -> None:
     if platform is not None:
         os.environ["JAX_PLATFORMS"] = _jax_platforms(platform)
     if args.threads is not None:
+        most = THREADS_PER_PROCESSOR * (os.cpu_count() or 1)
+        if args.threads > most:
+            raise RequestError(
+                f"--threads is {args.threads:,}; on this machine it is at most {most:,}, "
+                f"{THREADS_PER_PROCESSOR} for each processor."
+            )
         os.environ[THREADS_VARIABLE] = str(args.threads)
     os.environ.setdefault(THREADS_VARIABLE, str(default_threads()))
 

@@ -170,6 +170,7 @@ def test_what_cannot_be_a_prompt_is_rejected(rooflax, stdin, said):
         (("--dtype", "int4"), "dtype is 'int4'"),
         (("--platform", "abacus"), "--platform is 'abacus'"),
         (("-t", "0"), "0 is below 1"),
+        (("-t", "999999"), "--threads is 999,999; on this machine it is at most "),
         (("--regex", "(a"), "regex cannot be used: unclosed group"),
         (("--json-schema", "none.json"), "--json-schema none.json cannot be read: No such file"),
         (("--json-schema", '{"a"'), "--json-schema is not JSON"),

@@ -516,6 +516,7 @@ def test_bad_rows_are_said_with_file_and_line(rooflax, data, chat, flags, line, 
         ((*NEW, "--seq-len", "64"), "the model takes 32 tokens"),
         ((*NEW, "--text-field", "body"), "is for .jsonl files"),
         ((*NEW, "--check"), "are for MODEL"),
+        ((*NEW, "--threads", 10**6), "--threads is 1,000,000; on this machine it is at most "),
         ((*NEW, "--out", "config.json"), "is a file"),
     ],
 )

@@ -73,10 +73,10 @@ class Loss:
 def learning_rate(config: TrainConfig) -> Callable[[Any], Any]:
     """The rate of step `count` (from 0): a linear rise, then half a cosine.
 
-    rise: peak * (count + 1) / warmup_steps
+    rise: peak * (count + 1) / warmup_steps; without a warm-up the first step has the peak
     fall: peak * (r + (1 - r) * (1 + cos(pi * t)) / 2), t from 0 to 1 over the other steps
     """
-    warmup = min(config.warmup_steps or 0, config.num_steps)
+    warmup = max(min(config.warmup_steps or 0, config.num_steps), 1)
     fall = max(config.num_steps - warmup, 1)
     peak, ratio = config.learning_rate, config.min_lr_ratio
 
@@ -84,7 +84,7 @@ def learning_rate(config: TrainConfig) -> Callable[[Any], Any]:
         done = jnp.asarray(count, jnp.float32) + 1.0
         t = jnp.clip((done - warmup) / fall, 0.0, 1.0)
         cosine = peak * (ratio + (1.0 - ratio) * 0.5 * (1.0 + jnp.cos(jnp.pi * t)))
-        return jnp.where(done < warmup, peak * done / max(warmup, 1), cosine)
+        return jnp.where(done < warmup, peak * done / warmup, cosine)
 
     return rate
 

@@ -288,9 +288,10 @@ def test_the_schedule_by_hand():
 @pytest.mark.parametrize(
     ("changes", "wanted"),
     [
-        ({"steps": 1, "warmup_steps": 0}, [0.1]),
+        ({"steps": 1, "warmup_steps": 0}, [1.0]),
         ({"steps": 1, "warmup_steps": 1}, [1.0]),
-        ({"steps": 2, "warmup_steps": 0}, [0.55, 0.1]),
+        ({"steps": 2, "warmup_steps": 0}, [1.0, 0.1]),
+        ({"steps": 3, "warmup_steps": 0}, [1.0, 0.55, 0.1]),
         ({"steps": 4, "warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0]),
         ({"steps": 4, "warmup_steps": 100}, [0.25, 0.5, 0.75, 1.0]),
         ({"steps": 3, "warmup_steps": 1, "min_lr_ratio": 1.0}, [1.0, 1.0, 1.0]),

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 TOKEN_FILES = {"train": "training", "valid": "held_out", "test": "test"}
 """Names of a part's token files."""
+NOUNS = {GRPO: "prompt"} | dict.fromkeys(PREFERENCES, "pair")
+"""Names of a row by `train_mode`; of another it is a document."""
 DIGEST = "sha256"
 """Key of data.json: of the text."""
 
@@ -186,7 +188,7 @@ def split(
         training, held_out = split_held_out(training, data.held_out_fraction)
     if held_out and not training:
         raise RequestError(
-            f"all {len(held_out)} documents are held out; give more, or less to "
+            f"all {len(held_out)} {_noun(args)}s are held out; give more, or less to "
             f"--held-out-fraction."
         )
     if not training:
@@ -205,7 +207,7 @@ def _encode(
     parts = split(args, data, parts)
     training, held_out, test = parts.values()
     out.mkdir(parents=True, exist_ok=True)
-    say_sizes(args, "document", training, held_out, test)
+    say_sizes(args, training, held_out, test)
     if args.vocab_size is not None:
         with terminal.status("training the tokenizer", args.quiet):
             _train_tokenizer(training, args.vocab_size, start, out)
@@ -264,9 +266,13 @@ def _train_tokenizer(rows: list[Row], size: int, start: Start, out: Path) -> Non
     save_tokenizer(tokenizer, start.tokenizer_folder, model_max_length=longest)
 
 
-def say_sizes(args: argparse.Namespace, noun: str, *parts: list[Any]) -> None:
+def _noun(args: argparse.Namespace) -> str:
+    return NOUNS.get(args.train_mode, "document")
+
+
+def say_sizes(args: argparse.Namespace, *parts: list[Any]) -> None:
     if not args.quiet:
         training, held_out, test = parts
         tested = f", {len(test)} to test" if test else ""
-        size = counted(len(training), noun)
+        size = counted(len(training), _noun(args))
         terminal.say(f"{size} to train on, {len(held_out)} held out{tested}")

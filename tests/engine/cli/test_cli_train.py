@@ -420,6 +420,7 @@ def test_preferences_end_to_end(rooflax, data, tiny):
     assert found["held_out_loss"] < 0.6931 and found["rewards/margins"] > 0
     assert found["tokens"] == 4 * 2 * 2 * 16 and (data / "run/adapter").is_dir()
     assert "step 0: held-out loss 0.6931 (before training)" in ran.err
+    assert re.search(r"^1\d pairs to train on, \d held out$", ran.err, re.MULTILINE)
     assert "<h2>rewards/accuracies</h2>" in (data / "run/report.html").read_text()
     ran = train(rooflax, tiny, "--train-mode", "dpo", "--dry-run", data="pairs.jsonl", out="dry")
     assert ran.code == 0 and "in all" in ran.out

@@ -327,7 +327,7 @@ def _rollouts(
     training, held_out, test = split(args, data, parts_of(args, data)).values()
     settings = data_settings(args, data, config.seq_len) | {"config": None}
     note_data(args, data, settings, out, lambda: digest_of(parts_of(args, data)))
-    say_sizes(args, training, held_out, test)
+    say_sizes(args, data, training, held_out, test)
     length = min(config.seq_len + 1, start.config.max_position)
     llm = _engine(args, start, max_num_seqs=config.batch_size, max_model_len=length)
     num_answers = len(training) * config.num_generations

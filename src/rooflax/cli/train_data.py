@@ -207,7 +207,7 @@ def _encode(
     parts = split(args, data, parts)
     training, held_out, test = parts.values()
     out.mkdir(parents=True, exist_ok=True)
-    say_sizes(args, training, held_out, test)
+    say_sizes(args, data, training, held_out, test)
     if args.vocab_size is not None:
         with terminal.status("training the tokenizer", args.quiet):
             _train_tokenizer(training, args.vocab_size, start, out)
@@ -270,9 +270,16 @@ def _noun(args: argparse.Namespace) -> str:
     return NOUNS.get(args.train_mode, "document")
 
 
-def say_sizes(args: argparse.Namespace, *parts: list[Any]) -> None:
-    if not args.quiet:
-        training, held_out, test = parts
-        tested = f", {len(test)} to test" if test else ""
-        size = counted(len(training), _noun(args))
-        terminal.say(f"{size} to train on, {len(held_out)} held out{tested}")
+def say_sizes(args: argparse.Namespace, data: DataConfig, *parts: list[Any]) -> None:
+    if args.quiet:
+        return
+    training, held_out, test = parts
+    tested = f", {len(test)} to test" if test else ""
+    size = counted(len(training), _noun(args))
+    terminal.say(f"{size} to train on, {len(held_out)} held out{tested}")
+    if not held_out and data.held_out_fraction:
+        what = "reward" if args.train_mode == GRPO else "loss"
+        terminal.say(
+            f"no {_noun(args)} is among the held-out share of {data.held_out_fraction:g}, so that "
+            f"there is no held-out {what}; raise --held-out-fraction, or give a valid.jsonl"
+        )

@@ -453,8 +453,14 @@ def test_rewards_end_to_end(rooflax, data, tiny):
     assert "<h2>reward</h2>" in (data / "run/report.html").read_text()
     again = train(rooflax, *flags, data="prompts.jsonl")
     assert said in again.err.splitlines() and "nothing was trained" in again.err
-    ran = train(rooflax, *flags, "--dry-run", data="prompts.jsonl", out="dry")
+    assert "there is no held-out" not in again.err
+    few = ("--dry-run", "--held-out-fraction", 0.01)
+    ran = train(rooflax, *replaced("train", list(flags), few), data="prompts.jsonl", out="dry")
     assert ran.code == 0 and "the sampler's KV cache" in ran.out
+    assert "20 prompts to train on, 0 held out\nno prompt is among the held-out share of 0.01" in (
+        ran.err
+    )
+    assert "there is no held-out reward; raise --held-out-fraction" in ran.err
     failing = replaced("train", list(flags), ("--reward", "rewards.py:late"))
     ran = train(rooflax, *failing, "--eval-every", 0, data="prompts.jsonl", out="failing")
     assert ran.code == 1 and "rewards.py, line 5, raised ZeroDivisionError" in ran.err

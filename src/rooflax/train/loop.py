@@ -77,6 +77,8 @@ CPU_TOKENS = 1024
 small to add up, takes half of them."""
 SCREEN = 79
 """Characters of a sample's line."""
+SAID_EVERY_S, SAID_SHARE = 30.0, 0.05
+"""Seconds, and share of all steps, that are between two lines of progress without a bar."""
 Sampler = Callable[[Model], list[tuple[str, str]]]
 """The model's answers to some prompts, each with its prompt."""
 
@@ -191,7 +193,8 @@ def run_training(
         rollouts: in place of all corpora.
         folder: of this run, outside of which nothing is written.
         progress: show a bar on stderr; None shows it on a terminal.
-        say: takes a line whenever there is something to know: where a run goes on, held-out losses.
+        say: takes a line whenever there is something to know: where a run goes on, held-out losses,
+            and without a bar now and then the step.
         keeps_model: False gives the model's arrays up once they are copied, if all of them are
             trained: their memory is free then, and the model cannot be used any more.
         sampler: takes the model whenever held-out losses are due, and at the end; its prompts and
@@ -298,6 +301,7 @@ class _Run:
         self.loss: float | None = None
         self.unsettled: tuple[int, float, TrainMetrics, dict[str, float]] | None = None
         self.began, self.is_compiled = 0.0, False
+        self.said_step, self.said_at = 0, 0.0
         self.saved_step, self.best_step = -1, None
         if rollouts is not None:
             rollouts.start(self.model, self.fixed, self.lora)
@@ -419,7 +423,8 @@ class _Run:
             if self._due(self.config.eval_every) and (self.step == 0 or self.lacks_held_out):
                 self.watch()
                 self.sample()
-            self.began = time.perf_counter()
+            self.began = self.said_at = time.perf_counter()
+            self.said_step = self.step
             while self.step < num_steps and not self.has_lost_patience:
                 if job.agreed(stop()):
                     break
@@ -524,6 +529,17 @@ class _Run:
         bar.update(1)
         reward = f", reward {more['reward']:.3f}" if "reward" in more else ""
         bar.set_postfix_str(f"loss {self.loss:.3f}{reward}", refresh=False)
+        if bar.disable:
+            self.say_progress(step, f"loss {self.loss:.4f}{reward}")
+
+    def say_progress(self, step: int, numbers: str) -> None:
+        """A line now and then, where no bar is seen."""
+        steps, seconds = step - self.said_step, time.perf_counter() - self.said_at
+        if seconds < SAID_EVERY_S or steps < SAID_SHARE * self.config.num_steps:
+            return
+        of_all = f"step {step:,} of {self.config.num_steps:,}"
+        self.say(f"{of_all}: {numbers}, {seconds / steps:,.2f} s a step")
+        self.said_step, self.said_at = step, time.perf_counter()
 
     def batch(self) -> tuple[Any, dict[str, float]]:
         """The batch of the next step, and numbers to log."""

@@ -201,11 +201,24 @@ def held_out_losses(folder):
 def test_held_out_losses_are_said_when_taken(corpora, tmp_path):
     said = []
     run_training(tiny.make_model(), WATCHED, *corpora, tmp_path, say=said.append)
+    said = [line for line in said if "held-out" in line]  # a slow machine has lines of progress
     losses = held_out_losses(tmp_path)
     assert [*losses] == [0, 2, 4, 6, 8, 10]
     assert said[0] == f"step 0: held-out loss {losses[0]:.4f} (before training)"
     assert said[1].startswith("step 2: loss ") and f"held-out loss {losses[2]:.4f} (" in said[1]
     assert "(the best so far)" in said[-1]
+
+
+def test_progress_without_a_bar_is_a_line_now_and_then(corpora, tmp_path, monkeypatch):
+    """At most one in half a minute, and in a twentieth of the steps."""
+    for seconds, wanted in ((0.0, [*range(3, 51, 3)]), (math.inf, [])):
+        said = []
+        monkeypatch.setattr(loop, "SAID_EVERY_S", seconds)
+        folder = tmp_path / str(seconds)
+        run_training(tiny.make_model(), CONFIG, *corpora, folder, progress=False, say=said.append)
+        steps = [line for line in said if " of 50: loss " in line]
+        assert [int(line.split()[1]) for line in steps] == wanted
+        assert all(line.endswith(" s a step") and "\r" not in line for line in steps)
 
 
 def test_a_run_goes_on_and_is_made_longer(corpora, tmp_path):

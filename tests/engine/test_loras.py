@@ -312,6 +312,7 @@ def test_requests_load_and_unload_adapters_of_an_allowed_folder(base, adapters, 
         for path in (*wrong, "../empty", "out/empty", empty, "\0", "x" * 999):
             answer = post("load", "late", lora_path=path)
             assert answer.status_code == 400 and "no folder inside" in answer.text, path
+            assert "a relative path begins in that folder" in answer.text
         assert post("load", "tiny", lora_path="late").status_code == 400
         assert post("load", "d", lora_path="dora").status_code == 400
         write_adapter(root / "biased", info, ATTENTION, bias="all")

@@ -134,7 +134,8 @@ async def load_lora(service: Service, request: Request, body: Any) -> Response:
         is_inside = is_there and all(file.resolve().is_relative_to(root) for file in files)
     if not is_inside:
         raise ApiError(
-            "lora_path is no folder inside --allow-lora-loading, and no .gguf file there.",
+            "lora_path is no folder inside --allow-lora-loading, and no .gguf file there; a "
+            "relative path begins in that folder, not where the server was started.",
             param="lora_path",
         )
     try:

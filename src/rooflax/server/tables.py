@@ -338,7 +338,12 @@ RERANK = FieldTable(
 LORA_NAME = Field("lora_name", str, "what requests call the adapter", required=True)
 LOAD_LORA = FieldTable(
     LORA_NAME,
-    Field("lora_path", str, "its folder or .gguf file, inside --allow-lora-loading", required=True),
+    Field(
+        "lora_path",
+        str,
+        "its folder or .gguf file, inside --allow-lora-loading, where a relative path begins",
+        required=True,
+    ),
 )
 UNLOAD_LORA = FieldTable(LORA_NAME)
 DETOKENIZE = FieldTable(MODEL, Field("tokens", TokenIds, "token ids", required=True))

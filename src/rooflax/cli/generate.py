@@ -27,7 +27,8 @@ def add_flags(parser: Parser) -> None:
     group = parser.group("the prompt")
     group.add_argument(
         "-p", "--prompt", metavar="TEXT",
-        help="text to continue; default: stdin, without its last line break",
+        help="text to continue as it is, without the chat template; default: stdin, without its "
+        "last line break",
     )  # fmt: skip
     group.add_argument(
         "--input",
@@ -73,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
     elif not args.quiet:
         from rooflax.cli import statistics
 
+        _say_empty(llm, completions)
         statistics.say_statistics(llm, completions)
     return 0
 
@@ -159,6 +161,16 @@ def _stream(deltas: Iterator[Delta], prompt: str, args: argparse.Namespace) -> l
     if not args.quiet:
         terminal.say()  # apart from the statistics, wherever the two go
     return done
+
+
+def _say_empty(llm: LLM, completions: list[Completion]) -> None:
+    """A line where the model ended a text at once, as one that learned from chats may."""
+    if all(each.text or each.finish_reason != "stop" for each in completions):
+        return
+    hint = ""
+    if llm.tokenizer.chat_template is not None:
+        hint = "; `generate` continues a plain text, `rooflax chat` has the chat template"
+    terminal.say(f"the text ended before its first character{hint}")
 
 
 def _say_logprobs(llm: LLM, completion: Completion) -> None:

@@ -21,7 +21,7 @@ from rooflax.cli.parser import Parser, see_help
 from rooflax.errors import EngineError, RequestError, RooflaxError, did_you_mean
 
 VERBS = {
-    "generate": "continue a prompt, streaming to stdout",
+    "generate": "continue a plain text, streaming to stdout",
     "chat": "a conversation in the terminal",
     "serve": "the OpenAI-compatible server",
     "bench": "measure speed, memory and the share of the roofline",
@@ -59,7 +59,7 @@ ELSEWHERE = {
     "login": "HF_TOKEN, or hf auth login, gives access to the hub's gated models",
     "create": "any folder or .gguf file is a MODEL as it is; /system and /params in rooflax chat",
     "convert": "a checkpoint needs no conversion; rooflax quantize writes one in another format",
-    "lora": "rooflax train --fine-tune-type lora trains an adapter; generate and chat take --lora",
+    "lora": "rooflax train --fine-tune-type lora trains an adapter; chat and generate take --lora",
     "merge": "rooflax fuse merges a LoRA adapter into its model",
     "finetune": "it is rooflax train",
     "evaluate": "it is rooflax eval",

@@ -7,6 +7,7 @@ import pytest
 
 from rooflax import LLM, SamplingParams
 from rooflax.cli import statistics, terminal
+from rooflax.models.presets import CHAT_NAME, EMBEDDED_NAME
 from rooflax.ops import native
 from tests import goldens
 
@@ -46,6 +47,18 @@ def test_json_has_exactly_the_contracts_keys(rooflax, llm):
     assert memory.pop("kv_cache_bytes") > 0
     assert memory == {"weights_bytes": weights, "weights_bytes_per_device": weights}
     assert ran.err == ""
+
+
+@pytest.mark.parametrize("model", [EMBEDDED_NAME, CHAT_NAME])
+def test_a_text_that_ends_at_once_is_said(rooflax, model):
+    ends = LLM(model).tokenizer.eos_id
+    flags = ("generate", model, "-p", PROMPT, "-n", 4, "--temp", 0)
+    ran = rooflax(*flags, "--logit-bias", f"{ends}=100")
+    assert (ran.code, ran.out) == (0, "\n")
+    assert ran.err.count("the text ended before its first character") == 1
+    assert ("`rooflax chat` has the chat template" in ran.err) == (model == CHAT_NAME)
+    assert "first character" not in rooflax(*flags).err
+    assert rooflax(*flags, "--logit-bias", f"{ends}=100", "--quiet").err == ""
 
 
 def test_why_native_kernels_do_not_run_is_said_once(rooflax, monkeypatch):

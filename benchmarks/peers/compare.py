@@ -52,6 +52,10 @@ class Column:
     trials: list[dict[str, Any]] = field(default_factory=list)
 
 
+STOPPED = "stopped before the last job"
+"""Problem of a run that was ended from outside."""
+
+
 class Comparison:
     """A run of the whole plan.
 
@@ -285,14 +289,19 @@ def names_of(choices: Sequence[str]) -> Any:
 
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
-    """The document."""
+    """The document; of a run that is stopped, with the jobs that were done."""
     from rooflax.bench.environment import environment, machine_state
 
     at = Installation(args.python, args.export_python, args.llama_cpp, args.files)
     at.files.mkdir(parents=True, exist_ok=True)
     before, start = environment(), time.perf_counter()
     comparison = Comparison(at, args)
-    comparison.run()
+    try:
+        comparison.run()
+    except (KeyboardInterrupt, SystemExit):
+        if not comparison.jobs and not comparison.serving:
+            raise
+        comparison.problems.append(STOPPED)
     return {
         "environment": before,
         "machine_after": machine_state(),
@@ -342,6 +351,8 @@ def main() -> None:
     page = rendered(document, args.out.with_suffix(".svg").name if picture else None)
     args.out.with_suffix(".md").write_text(page, encoding="utf-8")
     sys.stdout.write(page)
+    if STOPPED in document["problems"] and not args.render:
+        sys.exit(143)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ struct HalfOfNext {
   }
 };
 
-// Panels beside each other that a tile multiplies at once: two share what is loaded of x, but memory answers one
+// Panels that a tile of several rows multiplies at once: two share what is loaded of x, but memory answers one
 // faster, which few rows wait for.
 constexpr int64_t PanelsBeside(int64_t rows) {
   constexpr int64_t kWaiting = kCodesApart ? 1 : 4;

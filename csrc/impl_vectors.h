@@ -169,6 +169,32 @@ ROOFLAX_INLINE void Transpose(const Row& row, const Put& put) {
     put(8 + c, reinterpret_cast<F16>(_mm512_shuffle_f32x4(even, even2, 0xdd)));
     put(12 + c, reinterpret_cast<F16>(_mm512_shuffle_f32x4(odd, odd2, 0xdd)));
   }
+#elif defined(__AVX2__)
+  F16 rows[kLanes], lanes[kLanes];
+  for (int r = 0; r < kLanes; ++r) rows[r] = row(r);
+  for (int r = 0; r < 2; ++r) {  // rows 8 r to 8 r + 7, by lanes 8 h to 8 h + 7
+    for (int h = 0; h < 2; ++h) {
+      __m256 fours[8];  // of rows 8 r + 4 g to 8 r + 4 g + 3: fours[4 g + c] has the lanes c and 4 + c of each
+      ROOFLAX_WHOLE
+      for (int g = 0; g < 2; ++g) {
+        const F16* four = rows + 8 * r + 4 * g;
+        const __m256 low = _mm256_unpacklo_ps(four[0].at[h], four[1].at[h]);
+        const __m256 high = _mm256_unpackhi_ps(four[0].at[h], four[1].at[h]);
+        const __m256 low2 = _mm256_unpacklo_ps(four[2].at[h], four[3].at[h]);
+        const __m256 high2 = _mm256_unpackhi_ps(four[2].at[h], four[3].at[h]);
+        fours[4 * g] = _mm256_shuffle_ps(low, low2, 0x44);
+        fours[4 * g + 1] = _mm256_shuffle_ps(low, low2, 0xee);
+        fours[4 * g + 2] = _mm256_shuffle_ps(high, high2, 0x44);
+        fours[4 * g + 3] = _mm256_shuffle_ps(high, high2, 0xee);
+      }
+      ROOFLAX_WHOLE
+      for (int c = 0; c < 4; ++c) {
+        lanes[8 * h + c].at[r] = _mm256_permute2f128_ps(fours[c], fours[4 + c], 0x20);
+        lanes[8 * h + 4 + c].at[r] = _mm256_permute2f128_ps(fours[c], fours[4 + c], 0x31);
+      }
+    }
+  }
+  for (int i = 0; i < kLanes; ++i) put(i, lanes[i]);
 #else
   float lanes[kLanes][kLanes];
   for (int r = 0; r < kLanes; ++r) {
@@ -183,12 +209,12 @@ ROOFLAX_INLINE void Transpose(const Row& row, const Put& put) {
 // Sixteen lines of sixteen words by columns: to[16 i + r] = rows[r][i].
 inline void TransposeWords(const uint16_t* const* rows, uint16_t* to) {
 #if defined(__AVX2__)
-  const auto* const* from = reinterpret_cast<const __m128i* const*>(rows);
   for (int half = 0; half < 2; ++half) {  // columns 8 half to 8 half + 7, of the rows r and 8 + r beside each other
     __m256i lines[8];
     for (int r = 0; r < 8; ++r) {
-      lines[r] = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(from[r] + half)),
-                                         _mm_loadu_si128(from[8 + r] + half), 1);
+      const auto* low = reinterpret_cast<const __m128i*>(rows[r]) + half;
+      const auto* high = reinterpret_cast<const __m128i*>(rows[8 + r]) + half;
+      lines[r] = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(low)), _mm_loadu_si128(high), 1);
     }
     for (int turn = 0; turn < 3; ++turn) {  // each moves one bit of a word's place from its column to its row
       __m256i next[8];

@@ -1,7 +1,7 @@
 // The kernels' code, compiled once per instruction set: the including file names ROOFLAX_ISA,
-// and with AVX-512 ROOFLAX_STREAMS, the places that a thread reads from at once. ROOFLAX_TILES,
-// ROOFLAX_DOTS and ROOFLAX_VNNI are the kernels by AMX's tiles, by AVX512-BF16's products of pairs and by AVX-VNNI's
-// products of bytes alone.
+// and with AVX-512 ROOFLAX_STREAMS and ROOFLAX_CODE_STREAMS, the places that a thread reads floats and codes
+// from at once. ROOFLAX_TILES, ROOFLAX_DOTS and ROOFLAX_VNNI are the kernels by AMX's tiles, by AVX512-BF16's
+// products of pairs and by AVX-VNNI's products of bytes alone.
 //
 // Vectors have sixteen lanes everywhere; a narrower machine gets them in pieces. What differs between
 // instruction sets is what has an instruction of its own, as products of bytes and table look-ups,

@@ -828,7 +828,8 @@ __attribute__((visibility("default"))) double rooflax_time_matmul(const char* va
     const bool is_own = kernels == &own;
     if (!is_own && (IsSameWork(*kernels, own, product) || std::strcmp(variant, "avx512-bf16") == 0)) return -1;
     const bool by_tiles = product.IsPacked() && product.bytes && IsTiled(own, CodeOf(product.layout), rows);
-    if (own.tiled && !by_tiles && std::strcmp(variant, "avx512-far") == 0) return -1;
+    const char* const beneath = product.IsPacked() && product.bytes ? "avx512" : "avx512-far";  // of tiles
+    if (own.tiled && !by_tiles && std::strcmp(variant, beneath) == 0) return -1;
     const auto start = std::chrono::steady_clock::now();
     Compute(pool, in, product, reinterpret_cast<char*>(y.data()));
     if (piece > 0) least = std::min<std::chrono::duration<double>>(least, std::chrono::steady_clock::now() - start);

@@ -165,7 +165,10 @@ def _stream(deltas: Iterator[Delta], prompt: str, args: argparse.Namespace) -> l
 
 def _say_empty(llm: LLM, completions: list[Completion]) -> None:
     """A line where the model ended a text at once, as one that learned from chats may."""
-    if all(each.text or each.finish_reason != "stop" for each in completions):
+    ended = (
+        each for each in completions if each.finish_reason == "stop" and each.stop_reason is None
+    )
+    if all(each.text for each in ended):
         return
     hint = ""
     if llm.tokenizer.chat_template is not None:

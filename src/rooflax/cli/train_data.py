@@ -279,7 +279,8 @@ def say_sizes(args: argparse.Namespace, data: DataConfig, *parts: list[Any]) -> 
     terminal.say(f"{size} to train on, {len(held_out)} held out{tested}")
     if not held_out and data.held_out_fraction:
         what = "reward" if args.train_mode == GRPO else "loss"
+        more = "raise --held-out-fraction, or " if len(training) > 1 else ""
         terminal.say(
             f"no {_noun(args)} is among the held-out share of {data.held_out_fraction:g}, so that "
-            f"there is no held-out {what}; raise --held-out-fraction, or give a valid.jsonl"
+            f"there is no held-out {what}; {more}give a valid.jsonl"
         )

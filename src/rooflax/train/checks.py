@@ -26,7 +26,7 @@ def check_fits(family: str, architecture: Decoder, config: TrainConfig) -> None:
         RequestError: its layers keep a state, an adapter names modules that it lacks, or it does
             not divide among the devices of the mesh.
     """
-    model = build(family, architecture, weight_shapes(architecture), None)
+    model = build(family, architecture, weight_shapes(architecture), 1)
     check_trainable(model, config)
     if config.layers == "scan":
         model = jax.eval_shape(Model.stacked, model)

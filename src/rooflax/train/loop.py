@@ -537,8 +537,7 @@ class _Run:
         steps, seconds = step - self.said_step, time.perf_counter() - self.said_at
         if seconds < SAID_EVERY_S or steps < SAID_SHARE * self.config.num_steps:
             return
-        of_all = f"step {step:,} of {self.config.num_steps:,}"
-        self.say(f"{of_all}: {numbers}, {seconds / steps:,.2f} s a step")
+        self.say(f"step {step:,} of {self.config.num_steps:,}: {numbers}")
         self.said_step, self.said_at = step, time.perf_counter()
 
     def batch(self) -> tuple[Any, dict[str, float]]:

@@ -58,6 +58,8 @@ def test_a_text_that_ends_at_once_is_said(rooflax, model):
     assert ran.err.count("the text ended before its first character") == 1
     assert ("`rooflax chat` has the chat template" in ran.err) == (model == CHAT_NAME)
     assert "first character" not in rooflax(*flags).err
+    said = LLM(model).generate([PROMPT], SamplingParams(max_tokens=1, temperature=0.0))[0].text
+    assert said and "first character" not in rooflax(*flags, "--stop", said).err
     assert rooflax(*flags, "--logit-bias", f"{ends}=100", "--quiet").err == ""
 
 

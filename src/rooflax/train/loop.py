@@ -193,8 +193,8 @@ def run_training(
         rollouts: in place of all corpora.
         folder: of this run, outside of which nothing is written.
         progress: show a bar on stderr; None shows it on a terminal.
-        say: takes a line whenever there is something to know: where a run goes on, held-out losses,
-            and without a bar now and then the step.
+        say: takes lines for a reader: where a run goes on, held-out losses, and without a bar now
+            and then the step and its loss.
         keeps_model: False gives the model's arrays up once they are copied, if all of them are
             trained: their memory is free then, and the model cannot be used any more.
         sampler: takes the model whenever held-out losses are due, and at the end; its prompts and
